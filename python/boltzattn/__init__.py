@@ -1,0 +1,16 @@
+"""Exact softmax attention for low-rank heads."""
+
+from boltzattn._version import __version__
+from boltzattn.backends import BACKENDS, METHODS, use_backend, use_method
+from boltzattn.functional import attention, boltz, explain
+
+__all__ = [
+    "BACKENDS",
+    "METHODS",
+    "__version__",
+    "attention",
+    "boltz",
+    "explain",
+    "use_backend",
+    "use_method",
+]

@@ -1,0 +1,192 @@
+"""What each backend can do, why it cannot do the rest, and which one serves a call."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+from boltzattn import reference
+
+METHODS = ("direct",)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+_log = logging.getLogger("boltzattn")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The facts of a call that decide who can serve it."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    n_q: int
+    n_k: int
+    rank: int
+    dv: int
+    is_causal: bool = False
+    attn_mask: bool = False
+    key_bias: bool = False
+    dropout: bool = False
+    mask_gradient: bool = False
+
+
+@lru_cache(maxsize=1)
+def extension() -> ModuleType | str:
+    """The compiled module `_C`, or the reason why it cannot be loaded (warned of once)."""
+    try:
+        return importlib.import_module("boltzattn._C")
+    except ImportError as error:
+        reason = f"the extension boltzattn._C is not usable ({error})"
+        warnings.warn(
+            f"boltzattn: {reason}; attention runs on the slow reference backend. Rebuild with "
+            "`pip install --no-build-isolation .` under the torch that is installed.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return reason
+
+
+def _extension_missing() -> str | None:
+    loaded = extension()
+    return loaded if isinstance(loaded, str) else None
+
+
+def _cpu_kernels(method: str) -> tuple[Callable, Callable]:
+    ops = torch.ops.boltzattn
+    return {"direct": (ops.cpu_direct_forward, ops.cpu_direct_backward)}[method]
+
+
+def _reference_kernels(method: str) -> tuple[Callable, Callable]:
+    return {"direct": (reference.direct_forward, reference.direct_backward)}[method]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of the capability table."""
+
+    name: str
+    summary: str
+    devices: tuple[str, ...] | None  # None: wherever torch runs
+    methods: tuple[str, ...]
+    unavailable: Callable[[], str | None]
+    kernels: Callable[[str], tuple[Callable, Callable]]
+    mask_gradient: bool = False
+
+    def why_not(self, request: Request, method: str) -> list[str]:
+        """Every reason why this backend cannot serve the request by this method; [] if it can."""
+        reasons = []
+        if missing := self.unavailable():
+            reasons.append(missing)
+        if self.devices is not None and request.device not in self.devices:
+            reasons.append(f"runs on {' or '.join(self.devices)} tensors, got {request.device}")
+        if method not in self.methods:
+            reasons.append(f"has no method {method!r} (it has {', '.join(self.methods)})")
+        if request.mask_gradient and not self.mask_gradient:
+            reasons.append(
+                "computes no gradient for attn_mask or key_padding_mask; "
+                "detach() the mask or use backend='reference'"
+            )
+        return reasons
+
+
+# In the order in which `auto` asks them.
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("cpu", "C++", ("cpu",), ("direct",), _extension_missing, _cpu_kernels),
+        Backend(
+            "reference",
+            "eager torch",
+            None,
+            ("direct",),
+            lambda: None,
+            _reference_kernels,
+            mask_gradient=True,
+        ),
+    )
+}
+
+
+def method_why_not(request: Request, method: str) -> list[str]:
+    """Reasons that belong to the method itself, whichever backend runs it."""
+    return []
+
+
+class _Preference(threading.local):
+    """What `use_backend` and `use_method` set; a thread-local that torch.compile can guard on."""
+
+    def __init__(self) -> None:
+        self.backend = "auto"
+        self.method = "auto"
+
+
+_preference = _Preference()
+
+
+def preferred(method: str, backend: str) -> tuple[str, str]:
+    """Resolve "auto" by the enclosing `use_method` / `use_backend`, if there is one."""
+    return (
+        _preference.method if method == "auto" else method,
+        _preference.backend if backend == "auto" else backend,
+    )
+
+
+def check_name(argument: str, name: str, accepted: tuple[str, ...]) -> None:
+    if name != "auto" and name not in accepted:
+        raise ValueError(
+            f"{argument} must be 'auto' or one of {', '.join(map(repr, accepted))}, got {name!r}"
+        )
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within the block, calls that leave `backend="auto"` use this backend, or raise why not."""
+    check_name("backend", name, tuple(BACKENDS))
+    before, _preference.backend = _preference.backend, name
+    try:
+        yield
+    finally:
+        _preference.backend = before
+
+
+@contextlib.contextmanager
+def use_method(name: str) -> Iterator[None]:
+    """Within the block, calls that leave `method="auto"` use this method, or raise why not."""
+    check_name("method", name, METHODS)
+    before, _preference.method = _preference.method, name
+    try:
+        yield
+    finally:
+        _preference.method = before
+
+
+@lru_cache(maxsize=1024)
+def select(request: Request, method: str, backend: str) -> Backend:
+    """The backend that serves the request by the given method.
+
+    `auto` takes the first of BACKENDS that can and logs once why a faster one could not; a named
+    backend that cannot raises with every reason.
+    """
+    if reasons := method_why_not(request, method):
+        raise ValueError(f"method {method!r} cannot serve this call: " + "; ".join(reasons))
+    if backend != "auto":
+        if reasons := BACKENDS[backend].why_not(request, method):
+            raise ValueError(f"backend {backend!r} cannot serve this call: " + "; ".join(reasons))
+        return BACKENDS[backend]
+    for candidate in BACKENDS.values():
+        reasons = candidate.why_not(request, method)
+        if not reasons:
+            return candidate
+        if candidate.devices is None or request.device in candidate.devices:
+            _log.info("backend %s not taken: %s", candidate.name, "; ".join(reasons))
+    raise ValueError(f"no backend can serve this call by method {method!r}")  # reference always can

@@ -1,0 +1,380 @@
+"""The functions users call: validation, defaults, shapes and autocast; no mathematics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from boltzattn import backends, ops, plan, reference
+from boltzattn.autograd import Attention
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    key_padding_mask: Tensor | None = None,
+    method: str = "auto",
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact softmax attention, `out_i = sum_j softmax_j(scale * q_i . k_j) v_j`.
+
+    Arguments and their order are those of `torch.nn.functional.scaled_dot_product_attention`;
+    the rank of the QK product and the width of the values are independent of each other.
+
+    Args:
+        query: `[..., H, n_q, rank]`, fp64, fp32, bf16 or fp16.
+        key: `[..., H, n_k, rank]`. Leading dimensions broadcast.
+        value: `[..., H, n_k, dv]`.
+        attn_mask: broadcastable to `[..., H, n_q, n_k]`; bool (True = may attend) or floating
+            (added to the logits).
+        dropout_p: probability of dropping an attention weight, applied whenever it is above 0,
+            as in SDPA. The seed is drawn from torch's generator.
+        is_causal: query i sees keys 0..i (aligned at the top left when n_q != n_k, as in SDPA).
+            Not together with `attn_mask`.
+        scale: default `1 / sqrt(rank)`.
+        enable_gqa: let each key/value head serve a group of H / H_key query heads.
+        key_padding_mask: `[batch..., n_k]` without a head axis; bool (True = key is ignored, as
+            in `nn.MultiheadAttention`) or floating (added to the logits of that key).
+        method: "auto" or one of `boltzattn.METHODS`.
+        backend: "auto" or one of `boltzattn.BACKENDS`.
+        return_lse: also return the log-sum-exp of the logits, `[..., H, n_q]`, fp32 (fp64 for
+            fp64 inputs). It is differentiable.
+
+    Returns:
+        `[..., H, n_q, dv]` in the dtype of the inputs. A query that may attend to nothing gets
+        zeros (and lse -inf), never NaN.
+
+    Example:
+        >>> import torch, boltzattn
+        >>> q, k, v = torch.randn(8, 4096, 1), torch.randn(8, 4096, 1), torch.randn(8, 4096, 64)
+        >>> boltzattn.attention(q, k, v).shape
+        torch.Size([8, 4096, 64])
+    """
+    tensors, options, lead = _canonical(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        key_padding_mask,
+        method,
+        backend,
+    )
+    attn, keys = tensors[3], tensors[4]
+    if torch.is_grad_enabled() and any(
+        m is not None and m.is_floating_point() and m.requires_grad for m in (attn, keys)
+    ):
+        _check_mask_gradient(options[4])
+        out, lse = reference.dense(*tensors, *options[:3])
+    else:
+        out, lse = Attention.apply(*tensors, options)
+    out = out.reshape(*lead, *out.shape[-2:])
+    if not return_lse:
+        return out
+    return out, lse.reshape(*lead, lse.shape[-1]).to(reference.accumulate_dtype(out.dtype))
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    key_padding_mask: Tensor | None = None,
+    method: str = "auto",
+    backend: str = "auto",
+) -> str:
+    """The plan `attention` would follow for these arguments, and why not the others.
+
+    Example:
+        >>> q = torch.randn(4, 100, 2)
+        >>> print(boltzattn.explain(q, q, q).splitlines()[0])
+        method direct, backend cpu
+    """
+    tensors, options, _ = _canonical(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        key_padding_mask,
+        method,
+        backend,
+    )
+    request = ops.request_of(*tensors[:5], dropout_p, is_causal)
+    return plan.describe(request, *options[3:])
+
+
+class _Boltz(torch.autograd.Function):
+    @staticmethod
+    def forward(a: Tensor, dim: int) -> Tensor:
+        top = a.amax(dim, keepdim=True)
+        gap = top - a
+        weight = torch.exp(-gap)
+        # A gap of inf has weight 0 and takes no part; inf * 0 would be NaN.
+        mean_gap = torch.where(weight == 0, 0.0, gap * weight).sum(dim) / weight.sum(dim)
+        return top.squeeze(dim) - mean_gap
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        a, ctx.dim = inputs
+        ctx.save_for_backward(a)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (a,) = ctx.saved_tensors
+        # In torch operations on purpose: this is what double backward differentiates.
+        p = torch.softmax(a, ctx.dim)
+        above = 1 + a - _Boltz.apply(a, ctx.dim).unsqueeze(ctx.dim)
+        return grad.unsqueeze(ctx.dim) * torch.where(p == 0, 0.0, p * above), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, a: Tensor, dim: int) -> tuple[Tensor, int]:
+        a = a.movedim(in_dims[0], 0)
+        return _Boltz.apply(a, dim if dim < 0 else dim + 1), 0
+
+
+def boltz(a: Tensor, dim: int = -1) -> Tensor:
+    """The Boltzmann operator `sum_i a_i softmax(a)_i` over `dim`: a smooth maximum.
+
+    It lies between `mean(a)` and `max(a)`, and equals `logsumexp(a) - entropy(softmax(a))`.
+    Computed as `max - mean gap`, so it does not overflow and keeps its digits for large `a`.
+    Entries of -inf take no part. The gradient is `p_i (1 + a_i - boltz(a))`, differentiable again.
+
+    Example:
+        >>> boltzattn.boltz(torch.tensor([0.0, 0.0]))
+        tensor(0.)
+    """
+    if not isinstance(a, Tensor) or not a.is_floating_point():
+        raise TypeError(f"a must be a floating-point tensor, got {_kind(a)}")
+    if a.ndim == 0:
+        raise ValueError("a must have at least one dimension, got a scalar; use a.reshape(1)")
+    if not -a.ndim <= dim < a.ndim:
+        raise ValueError(f"dim must be between {-a.ndim} and {a.ndim - 1}, got {dim}")
+    if a.shape[dim] == 0:
+        raise ValueError(
+            f"a must not be empty along dim {dim}, got shape {_shape(a)}: the Boltzmann operator "
+            "of nothing is undefined"
+        )
+    return _Boltz.apply(a, dim)
+
+
+def _shape(x: Tensor) -> str:
+    return str(list(x.shape))
+
+
+def _kind(x: object) -> str:
+    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x).__name__}"
+
+
+def _canonical(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    key_padding_mask: Tensor | None,
+    method: str,
+    backend: str,
+) -> tuple[tuple, tuple, tuple[int, ...]]:
+    """Validate a call and bring it into the form of `reference`: (tensors, options, lead).
+
+    `lead` is the leading shape of the result; with grouped heads the canonical one has an axis
+    more, so that no key is repeated in memory.
+    """
+    _check_tensors(query, key, value)
+    backends.check_name("method", method, backends.METHODS)
+    backends.check_name("backend", backend, tuple(backends.BACKENDS))
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    elif not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}")
+    if is_causal and attn_mask is not None:
+        raise ValueError(
+            "attn_mask must be None when is_causal is set (as in SDPA); "
+            "to combine them, pass attn_mask & causal_mask with is_causal=False"
+        )
+
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        target = torch.get_autocast_dtype(device)
+        query, key, value = (
+            x if x.dtype == torch.float64 else x.to(target) for x in (query, key, value)
+        )
+    _check_dtypes(query, key, value)
+
+    n_q, n_k = query.shape[-2], key.shape[-2]
+    if enable_gqa:
+        query, key, value, groups = _group_heads(query, key, value)
+    lead = _broadcast_lead(query, key, value)
+    query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
+    out_lead = (*lead[:-2], lead[-2] * lead[-1]) if enable_gqa else lead
+
+    if attn_mask is not None:
+        attn_mask = _expand_attn_mask(attn_mask, query, (*out_lead, n_q, n_k))
+        if enable_gqa:
+            attn_mask = attn_mask.unflatten(-3, (-1, groups))
+    key_mask = None
+    if key_padding_mask is not None:
+        key_mask = _expand_key_padding_mask(key_padding_mask, query, (*out_lead, n_k))
+        if enable_gqa:
+            key_mask = key_mask.unflatten(-2, (-1, groups))
+    seed = None
+    if dropout_p > 0.0:
+        # One draw per call; heads are told apart inside the hash.
+        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=query.device).expand(lead)
+
+    method, backend = backends.preferred(method, backend)
+    options = (float(scale), float(dropout_p), bool(is_causal), method, backend)
+    return (query, key, value, attn_mask, key_mask, seed), options, out_lead
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {_kind(x)}")
+        if x.dtype not in backends.DTYPES:
+            raise TypeError(
+                f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}; "
+                f"convert it with {name}.to(torch.float32)"
+            )
+        if x.ndim < 2:
+            raise ValueError(
+                f"{name} must have at least 2 dimensions [..., n, width], got shape {_shape(x)}"
+            )
+    if query.shape[-1] == 0:
+        raise ValueError(f"query must have rank (last dimension) at least 1, got {_shape(query)}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"key must have the rank (last dimension) of query, {query.shape[-1]}, "
+            f"got {key.shape[-1]} (query {_shape(query)}, key {_shape(key)})"
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"value must have as many rows as key, {key.shape[-2]}, got {value.shape[-2]} "
+            f"(key {_shape(key)}, value {_shape(value)})"
+        )
+    if value.shape[-1] == 0:
+        raise ValueError(f"value must have a last dimension of at least 1, got {_shape(value)}")
+    for name, x in (("key", key), ("value", value)):
+        if x.device != query.device:
+            raise ValueError(
+                f"{name} must be on the device of query, {query.device}, got {x.device}; "
+                f"move it with {name}.to(query.device)"
+            )
+
+
+def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            raise TypeError(
+                f"{name} must have the dtype of query, {query.dtype}, got {x.dtype}; "
+                f"convert it with {name}.to(query.dtype)"
+            )
+
+
+def _group_heads(
+    query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """View H query heads as H_key groups, and let the group axis of key and value broadcast."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim < 3:
+            raise ValueError(f"{name} must have a head axis for enable_gqa, got shape {_shape(x)}")
+    heads, key_heads, value_heads = query.shape[-3], key.shape[-3], value.shape[-3]
+    if key_heads != value_heads:
+        raise ValueError(
+            f"key and value must have equally many heads for enable_gqa, "
+            f"got {key_heads} and {value_heads}"
+        )
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(
+            f"query must have a multiple of key's heads for enable_gqa, "
+            f"got {heads} query heads and {key_heads} key heads"
+        )
+    groups = heads // key_heads
+    return query.unflatten(-3, (key_heads, groups)), key.unsqueeze(-3), value.unsqueeze(-3), groups
+
+
+def _broadcast_lead(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    try:
+        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    except RuntimeError:
+        raise ValueError(
+            "query, key and value must have leading dimensions that broadcast, "
+            f"got query {_shape(query)}, key {_shape(key)}, value {_shape(value)}"
+            "; for fewer key heads than query heads pass enable_gqa=True"
+        ) from None
+    return tuple(lead)
+
+
+def _check_mask_kind(name: str, mask: Tensor, query: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {_kind(mask)}")
+    if mask.dtype != torch.bool and mask.dtype not in backends.DTYPES:
+        raise TypeError(
+            f"{name} must be bool or floating point, got {mask.dtype}; convert 0/1 masks "
+            f"with {name}.bool()"
+        )
+    if mask.device != query.device:
+        raise ValueError(
+            f"{name} must be on the device of query, {query.device}, got {mask.device}"
+        )
+
+
+def _expand_attn_mask(mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
+    _check_mask_kind("attn_mask", mask, query)
+    try:
+        return mask.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"attn_mask must broadcast to [..., heads, n_q, n_k] = {list(shape)}, "
+            f"got {_shape(mask)}"
+        ) from None
+
+
+def _expand_key_padding_mask(mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
+    _check_mask_kind("key_padding_mask", mask, query)
+    *lead, n_k = shape
+    batch = lead[:-1]
+    try:
+        spread = mask.expand(*batch, n_k)
+    except RuntimeError:
+        raise ValueError(
+            f"key_padding_mask must broadcast to [batch..., n_k] = {[*batch, n_k]} "
+            f"(no head axis: the last leading dimension of query is the head), got {_shape(mask)}"
+        ) from None
+    return spread.unsqueeze(-2).expand(shape) if lead else spread
+
+
+def _check_mask_gradient(backend: str) -> None:
+    if backend not in ("auto", "reference"):
+        raise ValueError(
+            f"backend {backend!r} cannot serve this call: it computes no gradient for attn_mask "
+            "or key_padding_mask; detach() the mask or use backend='reference'"
+        )
