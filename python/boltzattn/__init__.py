@@ -2,7 +2,7 @@
 
 from boltzattn._version import __version__
 from boltzattn.backends import BACKENDS, METHODS, use_backend, use_method
-from boltzattn.functional import attention, boltz, explain
+from boltzattn.functional import attention, boltz, explain, self_attention
 
 __all__ = [
     "BACKENDS",
@@ -11,6 +11,7 @@ __all__ = [
     "attention",
     "boltz",
     "explain",
+    "self_attention",
     "use_backend",
     "use_method",
 ]

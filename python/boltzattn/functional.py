@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from boltzattn import backends, ops, plan, reference
@@ -124,6 +125,65 @@ def explain(
     )
     request = ops.request_of(*tensors[:5], dropout_p, is_causal)
     return plan.describe(request, *options[3:])
+
+
+def self_attention(
+    x: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    w_o: Tensor | None = None,
+    *,
+    num_heads: int = 1,
+    b_q: Tensor | None = None,
+    b_k: Tensor | None = None,
+    b_v: Tensor | None = None,
+    b_o: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    method: str = "auto",
+    backend: str = "auto",
+) -> Tensor:
+    """A whole self-attention layer: projections, attention per head, output projection.
+
+    Args:
+        x: `[..., n, d]`.
+        w_q, w_k: `[num_heads * rank, d]`, as the weight of an `nn.Linear`.
+        w_v: `[num_heads * dv, d]`.
+        w_o: `[d_out, num_heads * dv]`, or None to return the heads side by side.
+        b_q, b_k, b_v, b_o: biases of the projections.
+        attn_mask, dropout_p, is_causal, scale, key_padding_mask, method, backend: as in
+            `attention`, with `[..., num_heads, n, n]` for the mask.
+
+    Returns:
+        `[..., n, d_out]`, or `[..., n, num_heads * dv]` without `w_o`.
+
+    Example:
+        >>> x, w = torch.randn(2, 100, 16), torch.randn(4, 16)
+        >>> boltzattn.self_attention(x, w, w, torch.randn(32, 16), num_heads=4).shape
+        torch.Size([2, 100, 32])
+    """
+
+    def heads(weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias).unflatten(-1, (num_heads, -1)).transpose(-2, -3)
+
+    out = attention(
+        heads(w_q, b_q),
+        heads(w_k, b_k),
+        heads(w_v, b_v),
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        key_padding_mask=key_padding_mask,
+        method=method,
+        backend=backend,
+    )
+    out = out.transpose(-2, -3).flatten(-2)
+    return out if w_o is None else F.linear(out, w_o, b_o)
 
 
 class _Boltz(torch.autograd.Function):
@@ -299,9 +359,7 @@ def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
             )
 
 
-def _group_heads(
-    query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor, int]:
+def _group_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """View H query heads as H_key groups, and let the group axis of key and value broadcast."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim < 3:
