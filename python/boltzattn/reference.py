@@ -70,7 +70,7 @@ def scores(
 
 
 def weights(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over the last axis and its log-sum-exp [*L, rows] in fp64; an empty row gives zeros."""
+    """Softmax over the last axis and its lse [*L, rows] in fp64; an empty row gives zeros."""
     if logits.shape[-1] == 0:
         return logits, logits.new_full(logits.shape[:-1], -math.inf, dtype=torch.float64)
     top = logits.amax(-1, keepdim=True)
@@ -213,7 +213,7 @@ def direct_double_backward(
     """Gradients of <grads, backward(...)> for grad_out, grad_lse, query, key and value.
 
     <grads, (dq, dk, dv)> is the derivative of <grad_out, out> + <grad_lse, lse> in the direction
-    `grads`, so one forward-mode formula per block of rows, differentiated by autograd, is all of it.
+    `grads`: one forward-mode formula per block of rows, differentiated by autograd, is all of it.
     """
     work = accumulate_dtype(query.dtype)
     k = key.detach().to(work).requires_grad_()
