@@ -67,6 +67,7 @@ def extension_and_command() -> tuple[list[Extension], dict]:
             "-Wall",
             "-Wextra",
             "-Wno-unused-parameter",
+            "-Wno-psabi",
             f"-DTORCH_TARGET_VERSION={STABLE_ABI}",
             f'-DBOLTZATTN_TORCH_VERSION="{torch.__version__}"',
         ],

@@ -1,0 +1,395 @@
+// Streaming attention over all pairs, any rank: O(n_q n_k) time, O(n) memory.
+// Included inside an ISA's namespace.
+//
+// A task owns some query rows (forward) or some keys (backward) and streams the other side past
+// them in tiles. Every result is summed by one task in one fixed order, so it is bitwise the same
+// for any number of threads.
+
+constexpr int64_t kRowBlock = 48;   // query rows whose scores are held at once: whole tiles
+constexpr int64_t kKeyBlock = 128;  // keys in a tile: 48 x 128 scores stay in the first-level cache
+constexpr int kLargestRank = 16;    // ranks up to this have their own score kernel
+static_assert(kRowBlock % kTileRows == 0, "a block of rows is whole tiles");
+
+template <class T>
+constexpr int64_t kPanelWidth = kPanel * kLanes<T>;
+
+// A width in vectors, cut into panels [width / kPanelWidth][rows][kPanelWidth]: the innermost loop
+// of a product then walks memory contiguously.
+template <class T>
+struct Panels {
+  int64_t width, rows;
+
+  int64_t count() const { return ceil_div(width, kPanelWidth<T>); }
+  int64_t size() const { return count() * rows * kPanelWidth<T>; }
+  int64_t offset(int64_t panel) const { return panel * rows * kPanelWidth<T>; }
+  int64_t columns(int64_t panel) const {
+    return least(kPanelWidth<T>, width - panel * kPanelWidth<T>);
+  }
+  int64_t vectors(int64_t panel) const { return ceil_div(columns(panel), kLanes<T>); }
+
+  // Reads `count` rows of a matrix, row i of the tile being row first + i; the rest becomes 0.
+  void read(const Matrix& m, int64_t h, int64_t first, int64_t count, T* to) const {
+    for (int64_t p = 0; p < this->count(); ++p, to += rows * kPanelWidth<T>) {
+      if (columns(p) < kPanelWidth<T> || count < rows)
+        __builtin_memset(to, 0, size_t(rows * kPanelWidth<T>) * sizeof(T));
+      read_block(m, h, first, p * kPanelWidth<T>, count, columns(p), to, kPanelWidth<T>, 1);
+    }
+  }
+  // The transpose of the same block: columns of the matrix are rows of the tile.
+  void read_transposed(const Matrix& m, int64_t h, int64_t first, int64_t count, T* to) const {
+    for (int64_t p = 0; p < this->count(); ++p, to += rows * kPanelWidth<T>) {
+      const int64_t begin = p * kPanelWidth<T>;
+      const int64_t here = least(kPanelWidth<T>, count - begin);
+      if (here < kPanelWidth<T>)
+        __builtin_memset(to, 0, size_t(rows * kPanelWidth<T>) * sizeof(T));
+      if (here > 0) read_block(m, h, first + begin, 0, here, rows, to, 1, kPanelWidth<T>);
+    }
+  }
+  void write(const T* from, int64_t count, const Matrix& m, int64_t h, int64_t first) const {
+    for (int64_t p = 0; p < this->count(); ++p, from += rows * kPanelWidth<T>)
+      write_block(from, kPanelWidth<T>, 1, count, columns(p), m, h, first, p * kPanelWidth<T>);
+  }
+};
+
+// scores[rows][kKeyBlock] = q[rows][rank] k[rank][kKeyBlock], `rows` rounded up to whole tiles: the
+// rows past the end hold whatever lies in q, and nobody looks at their scores.
+template <class T>
+using ScoreTile = void (*)(int64_t rows, int64_t rank, const T* q, const T* k, T* scores);
+
+template <class T, int Rank>
+static void score_tile(int64_t rows, int64_t rank, const T* q, const T* k, T* scores) {
+  for (int64_t i = 0; i < rows; i += kTileRows)
+    gemm_rows<T, kTileRows, false, Rank>(kKeyBlock / kLanes<T>, int(rank), {q + i * rank, rank, 1}, k,
+                                         kKeyBlock, scores + i * kKeyBlock, kKeyBlock);
+}
+
+template <class T, int... Ranks>
+static ScoreTile<T> score_tile_for(int64_t rank, std::integer_sequence<int, Ranks...>) {
+  static constexpr ScoreTile<T> table[] = {score_tile<T, Ranks>...};
+  return table[rank <= kLargestRank ? rank : 0];
+}
+template <class T>
+static ScoreTile<T> score_tile_for(int64_t rank) {
+  return score_tile_for<T>(rank, std::make_integer_sequence<int, kLargestRank + 1>{});
+}
+
+template <class T>
+static void add_bool_mask(const uint8_t* mask, int64_t stride, int64_t count, bool allowed, T* to) {
+  for (int64_t j = 0; j < count; ++j)
+    to[j] = (mask[j * stride] != 0) == allowed ? to[j] : T(-INFINITY);
+}
+
+// Everything that forbids or shifts logits of the tile (first_row, first_key). Columns past `keys`
+// are padding and are forbidden.
+template <class T>
+struct TileMask {
+  const Attention& call;
+  int64_t h;
+  T* key_bias;  // [kKeyBlock]
+  T* row_bias;  // [kKeyBlock]
+  bool biased = false;
+
+  void start_keys(int64_t first_key, int64_t keys) {
+    biased = keys < kKeyBlock || call.key_mask;
+    if (!biased) return;
+    for (int64_t j = 0; j < kKeyBlock; ++j) key_bias[j] = j < keys ? T(0) : T(-INFINITY);
+    const Matrix& m = call.key_mask;
+    if (!m) return;
+    if (m.dtype == DType::kBool) {
+      add_bool_mask(static_cast<const uint8_t*>(m.data) + m.head[h] + first_key * m.column,
+                    m.column, keys, false, key_bias);
+    } else {
+      read_block(m, h, 0, first_key, 1, keys, key_bias, 0, 1);
+    }
+  }
+
+  void apply(int64_t first_row, int64_t rows, int64_t first_key, int64_t keys, T* scores) {
+    const Matrix& m = call.attn_mask;
+    for (int64_t i = 0; i < rows; ++i) {
+      T* row = scores + i * kKeyBlock;
+      if (biased)
+        for (int64_t j = 0; j < kKeyBlock; ++j) row[j] += key_bias[j];
+      if (m && m.dtype == DType::kBool) {
+        const int64_t at = m.head[h] + (first_row + i) * m.row + first_key * m.column;
+        add_bool_mask(static_cast<const uint8_t*>(m.data) + at, m.column, keys, true, row);
+      } else if (m) {
+        read_block(m, h, first_row + i, first_key, 1, keys, row_bias, 0, 1);
+        for (int64_t j = 0; j < keys; ++j) row[j] += row_bias[j];
+      }
+      if (call.is_causal)
+        for (int64_t j = first_row + i + 1 - first_key; j < keys; ++j)
+          if (j >= 0) row[j] = T(-INFINITY);
+    }
+  }
+};
+
+// scores -> unnormalised weights, in place; returns the factor for what was summed before.
+template <class T>
+BOLTZATTN_INLINE T weigh_row(OnlineSoftmax<T>& state, T* row) {
+  constexpr int L = kLanes<T>;
+  Vec<T> top = load(row);
+#pragma GCC unroll 4
+  for (int64_t j = L; j < kKeyBlock; j += L) top = larger<T>(load(row + j), top);
+  const T factor = state.raise(reduce_max<T>(top));
+  const T reference = state.reference();
+  Vec<T> sum{};
+#pragma GCC unroll 4
+  for (int64_t j = 0; j < kKeyBlock; j += L) {
+    const Vec<T> weight = exponential(load(row + j) - reference);
+    store(row + j, weight);
+    sum += weight;
+  }
+  state.sum += reduce_sum<T>(sum);
+  return factor;
+}
+
+template <class T>
+static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_row,
+                                int64_t row_end) {
+  const Panels<T> value_tile{call.dv, kKeyBlock};
+  const Panels<T> sums{call.dv, row_end - first_row};
+  const int64_t rows = sums.rows;
+  Arena<T> arena(round_up(rows, kTileRows) * call.rank +
+                     kKeyBlock * (call.rank + kRowBlock + 2) + value_tile.size() + sums.size() +
+                     2 * rows,
+                 8);
+  T* q = arena.take(round_up(rows, kTileRows) * call.rank);
+  T* k = arena.take(call.rank * kKeyBlock);
+  T* v = arena.take(value_tile.size());
+  T* scores = arena.take(kRowBlock * kKeyBlock);
+  T* sum = arena.take(sums.size());
+  auto* state = arena.template take<OnlineSoftmax<T>>(rows);
+  TileMask<T> mask{call, h, arena.take(kKeyBlock), arena.take(kKeyBlock)};
+  const Dropout dropout(call, h);
+  const ScoreTile<T> score = score_tile_for<T>(call.rank);
+
+  read_block(call.query, h, first_row, 0, rows, call.rank, q, call.rank, 1);
+  for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale);
+  __builtin_memset(sum, 0, size_t(sums.size()) * sizeof(T));
+  for (int64_t i = 0; i < rows; ++i) state[i] = {};
+
+  const int64_t key_end = call.is_causal ? least(call.n_k, row_end) : call.n_k;
+  for (int64_t key = 0; key < key_end; key += kKeyBlock) {
+    const int64_t keys = least(kKeyBlock, key_end - key);
+    if (keys < kKeyBlock) __builtin_memset(k, 0, size_t(call.rank * kKeyBlock) * sizeof(T));
+    read_block(call.key, h, key, 0, keys, call.rank, k, 1, kKeyBlock);
+    value_tile.read(call.value, h, key, keys, v);
+    mask.start_keys(key, keys);
+    for (int64_t block = 0; block < rows; block += kRowBlock) {
+      const int64_t here = least(kRowBlock, rows - block), row = first_row + block;
+      if (call.is_causal && row + here <= key) continue;
+      score(here, call.rank, q + block * call.rank, k, scores);
+      mask.apply(row, here, key, keys, scores);
+      for (int64_t i = 0; i < here; ++i) {
+        const T factor = weigh_row(state[block + i], scores + i * kKeyBlock);
+        if (factor != T(1)) {
+          for (int64_t p = 0; p < sums.count(); ++p) {
+            T* line = sum + sums.offset(p) + (block + i) * kPanelWidth<T>;
+            for (int64_t c = 0; c < kPanelWidth<T>; ++c) line[c] *= factor;
+          }
+        }
+        if (dropout)
+          dropout.apply(row + i, key, kKeyBlock, scores + i * kKeyBlock, scores + i * kKeyBlock);
+      }
+      for (int64_t p = 0; p < sums.count(); ++p)
+        gemm<T, true>(here, sums.vectors(p), kKeyBlock, {scores, kKeyBlock, 1},
+                      v + value_tile.offset(p), kPanelWidth<T>,
+                      sum + sums.offset(p) + block * kPanelWidth<T>, kPanelWidth<T>);
+    }
+  }
+
+  for (int64_t i = 0; i < rows; ++i) {
+    const T normaliser = state[i].normaliser();
+    call.lse[h * call.n_q + first_row + i] = state[i].lse();
+    for (int64_t p = 0; p < sums.count(); ++p) {
+      T* line = sum + sums.offset(p) + i * kPanelWidth<T>;
+      for (int64_t c = 0; c < kPanelWidth<T>; ++c) line[c] *= normaliser;
+    }
+  }
+  sums.write(sum, rows, call.out, h, first_row);
+}
+
+template <class T>
+static void direct_forward(const Attention& call) {
+  // Rows of one task share the packing of keys and values; short sequences keep tasks small so
+  // that threads have something to share.
+  const int64_t rows = kRowBlock * (call.n_q >= 64 * kRowBlock ? 4 : call.n_q >= 16 * kRowBlock ? 2 : 1);
+  const int64_t blocks = ceil_div(call.n_q, rows);
+  parallel(call.heads * blocks, [&](int64_t task) {
+    const int64_t h = task / blocks, first = task % blocks * rows;
+    direct_forward_rows<T>(call, h, first, least(first + rows, call.n_q));
+  });
+}
+
+// ---- backward ----
+//
+// With P the weights, D the dropout factors and g = grad_out:
+//   dV = (P D)^T g,  dP = D (g V^T),  dS = P (dP - delta),  delta_i = g_i . out_i - grad_lse_i,
+//   dQ = scale dS K,  dK = scale dS^T Q.
+// A task owns a range of keys and streams all queries past it, one tile of keys after another.
+// dQ alone is summed over tasks: each writes its share, and a second step adds them in order.
+
+// dq[rows][rank] += ds[rows][kKeyBlock] k[rank][kKeyBlock]^T
+template <class T>
+static void add_query_gradient(int64_t rows, int64_t rank, const T* ds, const T* k, T* dq) {
+  constexpr int L = kLanes<T>;
+  constexpr int kAtOnce = 4;
+  for (int64_t i = 0; i < rows; ++i) {
+    int64_t r = 0;
+    for (; r + kAtOnce <= rank; r += kAtOnce) {
+      Vec<T> sum[kAtOnce] = {};
+      for (int64_t j = 0; j < kKeyBlock; j += L) {
+        const Vec<T> x = load(ds + i * kKeyBlock + j);
+#pragma GCC unroll 4
+        for (int c = 0; c < kAtOnce; ++c) sum[c] += x * load(k + (r + c) * kKeyBlock + j);
+      }
+      for (int c = 0; c < kAtOnce; ++c) dq[i * rank + r + c] += reduce_sum<T>(sum[c]);
+    }
+    for (; r < rank; ++r) {
+      Vec<T> sum{};
+      for (int64_t j = 0; j < kKeyBlock; j += L)
+        sum += load(ds + i * kKeyBlock + j) * load(k + r * kKeyBlock + j);
+      dq[i * rank + r] += reduce_sum<T>(sum);
+    }
+  }
+}
+
+template <class T>
+static void direct_backward_keys(const AttentionGradient& g, const T* delta, int64_t h,
+                                 int64_t first_key, int64_t key_end, T* dq_share) {
+  const Attention& call = g.call;
+  const Panels<T> by_value{call.dv, kKeyBlock};       // dV
+  const Panels<T> by_key{kKeyBlock, call.dv};         // V^T
+  const Panels<T> grad_tile{call.dv, kRowBlock};      // grad_out as the right factor of dV
+  Arena<T> arena(by_value.size() + by_key.size() + grad_tile.size() + kRowBlock * call.dv +
+                 2 * call.rank * kKeyBlock + kRowBlock * (call.rank + 2) +
+                     3 * kRowBlock * kKeyBlock + 2 * kKeyBlock,
+                 14);
+  T* k = arena.take(call.rank * kKeyBlock);
+  T* dk = arena.take(call.rank * kKeyBlock);
+  T* v = arena.take(by_key.size());
+  T* dv = arena.take(by_value.size());
+  T* q = arena.take(kRowBlock * call.rank);
+  T* grad_panels = arena.take(grad_tile.size());
+  T* grad_rows = arena.take(kRowBlock * call.dv);
+  T* p = arena.take(kRowBlock * kKeyBlock);
+  T* ds = arena.take(kRowBlock * kKeyBlock);
+  T* factor = arena.take(kRowBlock * kKeyBlock);
+  T* lse_high = arena.take(kRowBlock);
+  T* lse_low = arena.take(kRowBlock);
+  TileMask<T> mask{call, h, arena.take(kKeyBlock), arena.take(kKeyBlock)};
+  const Dropout dropout(call, h);
+  const ScoreTile<T> score = score_tile_for<T>(call.rank);
+  constexpr int L = kLanes<T>;
+
+  for (int64_t key = first_key; key < key_end; key += kKeyBlock) {
+    const int64_t keys = least(kKeyBlock, key_end - key);
+    if (keys < kKeyBlock) __builtin_memset(k, 0, size_t(call.rank * kKeyBlock) * sizeof(T));
+    read_block(call.key, h, key, 0, keys, call.rank, k, 1, kKeyBlock);
+    by_key.read_transposed(call.value, h, key, keys, v);
+    __builtin_memset(dk, 0, size_t(call.rank * kKeyBlock) * sizeof(T));
+    __builtin_memset(dv, 0, size_t(by_value.size()) * sizeof(T));
+    mask.start_keys(key, keys);
+
+    const int64_t first_row = call.is_causal ? key / kRowBlock * kRowBlock : 0;
+    for (int64_t row = first_row; row < call.n_q; row += kRowBlock) {
+      const int64_t rows = least(kRowBlock, call.n_q - row);
+      read_block(call.query, h, row, 0, rows, call.rank, q, call.rank, 1);
+      for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale);
+      grad_tile.read(g.grad_out, h, row, rows, grad_panels);
+      read_block(g.grad_out, h, row, 0, rows, call.dv, grad_rows, call.dv, 1);
+      for (int64_t i = 0; i < rows; ++i) {
+        // Two words, so that a large lse keeps its fraction. A row that saw nothing has lse -inf;
+        // its scores are all -inf and must stay so.
+        const double lse = call.lse[h * call.n_q + row + i];
+        lse_high[i] = lse == -INFINITY ? T(0) : T(lse);
+        lse_low[i] = lse == -INFINITY ? T(0) : T(lse - double(lse_high[i]));
+      }
+
+      score(rows, call.rank, q, k, p);
+      mask.apply(row, rows, key, keys, p);
+      for (int64_t panel = 0; panel < by_key.count(); ++panel)
+        gemm<T, false>(rows, kPanel, call.dv, {grad_rows, call.dv, 1}, v + by_key.offset(panel),
+                       kPanelWidth<T>, ds + panel * kPanelWidth<T>, kKeyBlock);
+      for (int64_t i = 0; i < rows; ++i) {
+        T* p_row = p + i * kKeyBlock;
+        T* ds_row = ds + i * kKeyBlock;
+        if (dropout) dropout.apply(row + i, key, kKeyBlock, ds_row, ds_row);
+        const T shift = delta[h * call.n_q + row + i];
+#pragma GCC unroll 4
+        for (int64_t j = 0; j < kKeyBlock; j += L) {
+          const Vec<T> weight = exponential((load(p_row + j) - lse_high[i]) - lse_low[i]);
+          store(p_row + j, weight);
+          store(ds_row + j, weight * (load(ds_row + j) - shift));
+        }
+      }
+      const T* kept = p;
+      if (dropout) {
+        for (int64_t i = 0; i < rows; ++i)
+          dropout.apply(row + i, key, kKeyBlock, p + i * kKeyBlock, factor + i * kKeyBlock);
+        kept = factor;
+      }
+      for (int64_t panel = 0; panel < by_value.count(); ++panel)
+        gemm<T, true>(kKeyBlock, by_value.vectors(panel), rows, {kept, 1, kKeyBlock},
+                      grad_panels + grad_tile.offset(panel), kPanelWidth<T>,
+                      dv + by_value.offset(panel), kPanelWidth<T>);
+      gemm<T, true>(call.rank, kKeyBlock / L, rows, {q, 1, call.rank}, ds, kKeyBlock, dk,
+                    kKeyBlock);
+      add_query_gradient(rows, call.rank, ds, k, dq_share + row * call.rank);
+    }
+    by_value.write(dv, keys, g.grad_value, h, key);
+    write_block(dk, 1, kKeyBlock, keys, call.rank, g.grad_key, h, key, 0);
+  }
+}
+
+template <class T>
+static void direct_backward(const AttentionGradient& g) {
+  const Attention& call = g.call;
+  const int64_t n_q = call.n_q, rank = call.rank;
+  // Fixed by the sizes alone, never by the threads: the order of sums must not move.
+  const int64_t parts = ceil_div(call.n_k, kKeyBlock) < 2
+                            ? 1
+                            : least(ceil_div(call.n_k, 4 * kKeyBlock),
+                                    ceil_div(32, call.heads < 1 ? 1 : call.heads));
+  const int64_t keys = round_up(ceil_div(call.n_k, parts < 1 ? 1 : parts), kKeyBlock);
+  const int64_t shares = call.n_k == 0 ? 0 : ceil_div(call.n_k, keys);
+  Buffer<T> delta(call.heads * n_q);
+  Buffer<T> dq(call.heads * shares * n_q * rank);
+
+  const int64_t delta_rows = 256, delta_blocks = ceil_div(n_q, delta_rows);
+  parallel(call.heads * delta_blocks, [&](int64_t task) {
+    const int64_t h = task / delta_blocks, first = task % delta_blocks * delta_rows;
+    const int64_t rows = least(delta_rows, n_q - first);
+    Arena<T> arena(2 * call.dv, 2);
+    T* out = arena.take(call.dv);
+    T* grad = arena.take(call.dv);
+    for (int64_t i = first; i < first + rows; ++i) {
+      read_block(call.out, h, i, 0, 1, call.dv, out, 0, 1);
+      read_block(g.grad_out, h, i, 0, 1, call.dv, grad, 0, 1);
+      T sum = 0;
+      for (int64_t c = 0; c < call.dv; ++c) sum += out[c] * grad[c];
+      T lse_gradient = 0;
+      if (g.grad_lse) read_block(g.grad_lse, h, i, 0, 1, 1, &lse_gradient, 0, 0);
+      delta.data[h * n_q + i] = sum - lse_gradient;
+    }
+  });
+  parallel(call.heads * shares, [&](int64_t task) {
+    const int64_t h = task / shares, first = task % shares * keys;
+    direct_backward_keys<T>(g, delta.data, h, first, least(first + keys, call.n_k),
+                            dq.data + task * n_q * rank);
+  });
+  const int64_t rows = 1024, blocks = ceil_div(n_q, rows);
+  parallel(call.heads * blocks, [&](int64_t task) {
+    const int64_t h = task / blocks, first = task % blocks * rows;
+    const int64_t size = least(rows, n_q - first) * rank;
+    Arena<T> arena(size, 1);
+    T* sum = arena.take(size);
+    for (int64_t c = 0; c < size; ++c) sum[c] = 0;
+    for (int64_t s = 0; s < shares; ++s) {
+      const T* share = dq.data + (h * shares + s) * n_q * rank + first * rank;
+      for (int64_t c = 0; c < size; ++c) sum[c] += share[c];
+    }
+    for (int64_t c = 0; c < size; ++c) sum[c] *= T(call.scale);
+    write_block(sum, rank, 1, least(rows, n_q - first), rank, g.grad_query, h, first, 0);
+  });
+}

@@ -1,0 +1,36 @@
+// Which instruction set the kernels run with.
+#include <atomic>
+#include <cstring>
+
+#include "cpu/isa.h"
+
+namespace boltzattn {
+
+static const Kernels* const kTables[] = {&kAvx512, &kAvx2, &kPortable};
+static std::atomic<const Kernels*> forced{nullptr};
+
+const Kernels& kernels() {
+  if (const Kernels* table = forced.load()) return *table;
+  static const Kernels* const best = [] {
+    for (const Kernels* table : kTables)
+      if (table->supported()) return table;
+    return &kPortable;
+  }();
+  return *best;
+}
+
+const char* force_isa(const char* name) {
+  if (!name) {
+    forced = nullptr;
+    return nullptr;
+  }
+  for (const Kernels* table : kTables) {
+    if (std::strcmp(table->name, name)) continue;
+    if (!table->supported()) return "this machine does not support that instruction set";
+    forced = table;
+    return nullptr;
+  }
+  return "unknown instruction set; there are avx512, avx2 and portable";
+}
+
+}  // namespace boltzattn

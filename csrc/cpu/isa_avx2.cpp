@@ -1,0 +1,39 @@
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <utility>
+
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+#include "cpu/problem.h"
+#include "online_softmax.h"
+
+#if defined(__x86_64__)
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma")
+#endif
+#define BOLTZATTN_ISA avx2
+#define BOLTZATTN_VECTOR_BYTES 32
+#define BOLTZATTN_TILE_ROWS 6
+#include "cpu/kernels.inc.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
+
+namespace boltzattn {
+static bool supported() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+const Kernels kAvx2 = {"avx2", supported, avx2::direct_forward_any, avx2::direct_backward_any};
+}  // namespace boltzattn
+
+#else
+
+namespace boltzattn {
+const Kernels kAvx2 = {"avx2", [] { return false; }, nullptr, nullptr};
+}  // namespace boltzattn
+
+#endif

@@ -1,0 +1,40 @@
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <utility>
+
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+#include "cpu/problem.h"
+#include "online_softmax.h"
+
+#if defined(__x86_64__)
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#endif
+#define BOLTZATTN_ISA avx512
+#define BOLTZATTN_VECTOR_BYTES 64
+#define BOLTZATTN_TILE_ROWS 12
+#include "cpu/kernels.inc.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
+
+namespace boltzattn {
+static bool supported() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+const Kernels kAvx512 = {"avx512", supported, avx512::direct_forward_any, avx512::direct_backward_any};
+}  // namespace boltzattn
+
+#else
+
+namespace boltzattn {
+const Kernels kAvx512 = {"avx512", [] { return false; }, nullptr, nullptr};
+}  // namespace boltzattn
+
+#endif

@@ -1,0 +1,122 @@
+// Copies between strided tensors of any dtype and dense tiles of the arithmetic type.
+// Included inside an ISA's namespace.
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+BOLTZATTN_INLINE float from_bits(uint32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, 4);
+  return x;
+}
+BOLTZATTN_INLINE uint32_t to_bits(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  return bits;
+}
+
+template <class T>
+BOLTZATTN_INLINE T widen(double x) {
+  return T(x);
+}
+template <class T>
+BOLTZATTN_INLINE T widen(float x) {
+  return T(x);
+}
+template <class T>
+BOLTZATTN_INLINE T widen(BFloat16 x) {
+  return T(from_bits(uint32_t(x.bits) << 16));
+}
+// Shifted into place the exponent is 112 too small: one multiplication repairs it, and normalises
+// subnormal numbers along the way. Infinity and NaN have the largest exponent and need it raised.
+template <class T>
+BOLTZATTN_INLINE T widen(Float16 x) {
+  const uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
+  float f = from_bits(magnitude) * 5.192296858534828e33f;  // 2^112
+  f = magnitude >= 0x0f800000u ? from_bits(magnitude | 0x7f800000u) : f;
+  return T(from_bits(to_bits(f) | uint32_t(x.bits & 0x8000) << 16));
+}
+
+BOLTZATTN_INLINE void narrow(double x, double* to) { *to = x; }
+BOLTZATTN_INLINE void narrow(float x, float* to) { *to = x; }
+// Round to nearest, ties to even; NaN stays a (quiet) NaN.
+BOLTZATTN_INLINE void narrow(float x, BFloat16* to) {
+  const uint32_t bits = to_bits(x);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  to->bits = uint16_t(x != x ? (bits >> 16 | 0x40) : rounded);
+}
+BOLTZATTN_INLINE void narrow(float x, Float16* to) {
+  const uint32_t bits = to_bits(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  // Subnormal results: adding 0.5 aligns the last kept bit with fp32's own rounding.
+  const uint32_t tiny = to_bits(from_bits(magnitude) + 0.5f) - to_bits(0.5f);
+  const uint32_t usual = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  uint32_t half = magnitude < (113u << 23) ? tiny : usual;
+  half = magnitude >= (143u << 23) ? 0x7c00 : half;
+  half = magnitude > 0x7f800000u ? 0x7e00 : half;
+  to->bits = uint16_t(sign | half);
+}
+
+template <class Source, class T>
+static void read_block(const Source* from, int64_t row, int64_t column, int64_t rows,
+                       int64_t columns, T* to, int64_t to_row, int64_t to_column) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const Source* source = from + i * row;
+    T* target = to + i * to_row;
+    if (column == 1 && to_column == 1) {
+      for (int64_t j = 0; j < columns; ++j) target[j] = widen<T>(source[j]);
+    } else {
+      for (int64_t j = 0; j < columns; ++j) target[j * to_column] = widen<T>(source[j * column]);
+    }
+  }
+}
+
+// Block [rows, columns] of head h from (first_row, first_column), with any strides in the tile.
+template <class T>
+static void read_block(const Matrix& m, int64_t h, int64_t first_row, int64_t first_column,
+                       int64_t rows, int64_t columns, T* to, int64_t to_row, int64_t to_column) {
+  const int64_t offset = m.head[h] + first_row * m.row + first_column * m.column;
+  auto go = [&](auto* from) {
+    read_block(from + offset, m.row, m.column, rows, columns, to, to_row, to_column);
+  };
+  switch (m.dtype) {
+    case DType::kFloat64: return go(static_cast<const double*>(m.data));
+    case DType::kFloat32: return go(static_cast<const float*>(m.data));
+    case DType::kBFloat16: return go(static_cast<const BFloat16*>(m.data));
+    case DType::kFloat16: return go(static_cast<const Float16*>(m.data));
+    case DType::kBool: return;  // masks of truth values are read where their meaning is known
+  }
+}
+
+template <class T, class Target>
+static void write_block(const T* from, int64_t from_row, int64_t from_column, int64_t rows,
+                        int64_t columns, Target* to, int64_t row, int64_t column) {
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < columns; ++j) {
+      narrow(from[i * from_row + j * from_column], to + i * row + j * column);
+    }
+  }
+}
+
+BOLTZATTN_INLINE void write_block(const double* from, int64_t from_row, int64_t from_column,
+                                  int64_t rows, int64_t columns, const Matrix& m, int64_t h,
+                                  int64_t first_row, int64_t first_column) {
+  write_block(from, from_row, from_column, rows, columns,
+              static_cast<double*>(m.data) + m.head[h] + first_row * m.row +
+                  first_column * m.column,
+              m.row, m.column);
+}
+BOLTZATTN_INLINE void write_block(const float* from, int64_t from_row, int64_t from_column,
+                                  int64_t rows, int64_t columns, const Matrix& m, int64_t h,
+                                  int64_t first_row, int64_t first_column) {
+  auto go = [&](auto* to) {
+    to += m.head[h] + first_row * m.row + first_column * m.column;
+    write_block(from, from_row, from_column, rows, columns, to, m.row, m.column);
+  };
+  if (m.dtype == DType::kFloat32) return go(static_cast<float*>(m.data));
+  if (m.dtype == DType::kBFloat16) return go(static_cast<BFloat16*>(m.data));
+  if (m.dtype == DType::kFloat16) return go(static_cast<Float16*>(m.data));
+}

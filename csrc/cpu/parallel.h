@@ -1,0 +1,20 @@
+// Task parallelism under torch's thread pool. Tasks are handed out one by one, so uneven ones
+// balance; results must not depend on who runs which.
+#pragma once
+
+#include <cstdint>
+
+namespace boltzattn {
+
+// Calls body(context, task) for every task below `tasks`; implemented in ops.cpp.
+void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* context);
+
+[[noreturn]] void throw_bad_alloc();
+
+template <class Body>
+static void parallel(int64_t tasks, Body&& body) {
+  run_tasks(tasks, [](void* context, int64_t task) { (*static_cast<Body*>(context))(task); },
+            &body);
+}
+
+}  // namespace boltzattn

@@ -1,0 +1,54 @@
+// The running softmax of a row: a monoid of (max, sum), to which an accumulator is scaled along.
+// Host and device; no torch.
+#pragma once
+
+#include <math.h>
+
+#ifdef __CUDACC__
+#define BOLTZATTN_HD __host__ __device__ __forceinline__
+#else
+#define BOLTZATTN_HD inline __attribute__((always_inline))
+#endif
+
+namespace boltzattn {
+
+template <class T>
+struct OnlineSoftmax {
+  T max = -INFINITY;
+  T sum = 0;
+
+  // What logits are measured from. A row that has met no finite logit is measured from 0, so that
+  // exp(-inf - reference) is 0 and not exp(-inf + inf).
+  BOLTZATTN_HD T reference() const { return max == -INFINITY ? T(0) : max; }
+
+  // Admits logits up to `top`; returns the factor by which everything summed so far shrinks.
+  BOLTZATTN_HD T raise(T top) {
+    if (!(top > max)) return T(1);
+    const T factor = sum == T(0) ? T(0) : exponential(max - top);
+    max = top;
+    sum *= factor;
+    return factor;
+  }
+
+  // Adds the weights of another part of the row; returns the factors for (this, other).
+  struct Factors {
+    T self, other;
+  };
+  BOLTZATTN_HD Factors merge(const OnlineSoftmax& part) {
+    const T self = raise(part.max);
+    const T other = part.sum == T(0) ? T(0) : exponential(part.max - reference());
+    sum += part.sum * other;
+    return {self, other};
+  }
+
+  BOLTZATTN_HD T normaliser() const { return sum == T(0) ? T(0) : T(1) / sum; }
+
+  // fp64: at 1e5 an fp32 logarithm of the partition sum has lost the sum.
+  BOLTZATTN_HD double lse() const {
+    return sum == T(0) ? -INFINITY : double(max) + ::log(double(sum));
+  }
+
+  BOLTZATTN_HD static T exponential(T x) { return sizeof(T) == 4 ? T(::expf(float(x))) : T(::exp(double(x))); }
+};
+
+}  // namespace boltzattn
