@@ -1,5 +1,6 @@
 // The running softmax of a row: a monoid of (max, sum), to which an accumulator is scaled along.
-// Host and device; no torch.
+// Logits are in units of ln 2 (they were multiplied by log2(e) beforehand), so weights are powers
+// of 2; `lse` is in natural units again. Host and device; no torch.
 #pragma once
 
 #include <math.h>
@@ -12,19 +13,22 @@
 
 namespace boltzattn {
 
+constexpr double kLog2e = 1.4426950408889634074;
+constexpr double kLn2 = 0.69314718055994530942;
+
 template <class T>
 struct OnlineSoftmax {
   T max = -INFINITY;
   T sum = 0;
 
   // What logits are measured from. A row that has met no finite logit is measured from 0, so that
-  // exp(-inf - reference) is 0 and not exp(-inf + inf).
+  // 2^(-inf - reference) is 0 and not 2^(-inf + inf).
   BOLTZATTN_HD T reference() const { return max == -INFINITY ? T(0) : max; }
 
   // Admits logits up to `top`; returns the factor by which everything summed so far shrinks.
   BOLTZATTN_HD T raise(T top) {
     if (!(top > max)) return T(1);
-    const T factor = sum == T(0) ? T(0) : exponential(max - top);
+    const T factor = sum == T(0) ? T(0) : power_of_2(max - top);
     max = top;
     sum *= factor;
     return factor;
@@ -36,7 +40,7 @@ struct OnlineSoftmax {
   };
   BOLTZATTN_HD Factors merge(const OnlineSoftmax& part) {
     const T self = raise(part.max);
-    const T other = part.sum == T(0) ? T(0) : exponential(part.max - reference());
+    const T other = part.sum == T(0) ? T(0) : power_of_2(part.max - reference());
     sum += part.sum * other;
     return {self, other};
   }
@@ -45,10 +49,10 @@ struct OnlineSoftmax {
 
   // fp64: at 1e5 an fp32 logarithm of the partition sum has lost the sum.
   BOLTZATTN_HD double lse() const {
-    return sum == T(0) ? -INFINITY : double(max) + ::log(double(sum));
+    return sum == T(0) ? -INFINITY : double(max) * kLn2 + ::log(double(sum));
   }
 
-  BOLTZATTN_HD static T exponential(T x) { return sizeof(T) == 4 ? T(::expf(float(x))) : T(::exp(double(x))); }
+  BOLTZATTN_HD static T power_of_2(T x) { return sizeof(T) == 4 ? T(::exp2f(float(x))) : T(::exp2(double(x))); }
 };
 
 }  // namespace boltzattn

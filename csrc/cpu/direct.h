@@ -10,47 +10,6 @@ constexpr int64_t kKeyBlock = 128;  // keys in a tile: 48 x 128 scores stay in t
 constexpr int kLargestRank = 16;    // ranks up to this have their own score kernel
 static_assert(kRowBlock % kTileRows == 0, "a block of rows is whole tiles");
 
-template <class T>
-constexpr int64_t kPanelWidth = kPanel * kLanes<T>;
-
-// A width in vectors, cut into panels [width / kPanelWidth][rows][kPanelWidth]: the innermost loop
-// of a product then walks memory contiguously.
-template <class T>
-struct Panels {
-  int64_t width, rows;
-
-  int64_t count() const { return ceil_div(width, kPanelWidth<T>); }
-  int64_t size() const { return count() * rows * kPanelWidth<T>; }
-  int64_t offset(int64_t panel) const { return panel * rows * kPanelWidth<T>; }
-  int64_t columns(int64_t panel) const {
-    return least(kPanelWidth<T>, width - panel * kPanelWidth<T>);
-  }
-  int64_t vectors(int64_t panel) const { return ceil_div(columns(panel), kLanes<T>); }
-
-  // Reads `count` rows of a matrix, row i of the tile being row first + i; the rest becomes 0.
-  void read(const Matrix& m, int64_t h, int64_t first, int64_t count, T* to) const {
-    for (int64_t p = 0; p < this->count(); ++p, to += rows * kPanelWidth<T>) {
-      if (columns(p) < kPanelWidth<T> || count < rows)
-        __builtin_memset(to, 0, size_t(rows * kPanelWidth<T>) * sizeof(T));
-      read_block(m, h, first, p * kPanelWidth<T>, count, columns(p), to, kPanelWidth<T>, 1);
-    }
-  }
-  // The transpose of the same block: columns of the matrix are rows of the tile.
-  void read_transposed(const Matrix& m, int64_t h, int64_t first, int64_t count, T* to) const {
-    for (int64_t p = 0; p < this->count(); ++p, to += rows * kPanelWidth<T>) {
-      const int64_t begin = p * kPanelWidth<T>;
-      const int64_t here = least(kPanelWidth<T>, count - begin);
-      if (here < kPanelWidth<T>)
-        __builtin_memset(to, 0, size_t(rows * kPanelWidth<T>) * sizeof(T));
-      if (here > 0) read_block(m, h, first + begin, 0, here, rows, to, 1, kPanelWidth<T>);
-    }
-  }
-  void write(const T* from, int64_t count, const Matrix& m, int64_t h, int64_t first) const {
-    for (int64_t p = 0; p < this->count(); ++p, from += rows * kPanelWidth<T>)
-      write_block(from, kPanelWidth<T>, 1, count, columns(p), m, h, first, p * kPanelWidth<T>);
-  }
-};
-
 // scores[rows][kKeyBlock] = q[rows][rank] k[rank][kKeyBlock], `rows` rounded up to whole tiles: the
 // rows past the end hold whatever lies in q, and nobody looks at their scores.
 template <class T>
@@ -100,6 +59,7 @@ struct TileMask {
                     m.column, keys, false, key_bias);
     } else {
       read_block(m, h, 0, first_key, 1, keys, key_bias, 0, 1);
+      for (int64_t j = 0; j < keys; ++j) key_bias[j] *= T(kLog2e);
     }
   }
 
@@ -114,7 +74,7 @@ struct TileMask {
         add_bool_mask(static_cast<const uint8_t*>(m.data) + at, m.column, keys, true, row);
       } else if (m) {
         read_block(m, h, first_row + i, first_key, 1, keys, row_bias, 0, 1);
-        for (int64_t j = 0; j < keys; ++j) row[j] += row_bias[j];
+        for (int64_t j = 0; j < keys; ++j) row[j] += row_bias[j] * T(kLog2e);
       }
       if (call.is_causal)
         for (int64_t j = first_row + i + 1 - first_key; j < keys; ++j)
@@ -135,7 +95,7 @@ BOLTZATTN_INLINE T weigh_row(OnlineSoftmax<T>& state, T* row) {
   Vec<T> sum{};
 #pragma GCC unroll 4
   for (int64_t j = 0; j < kKeyBlock; j += L) {
-    const Vec<T> weight = exponential(load(row + j) - reference);
+    const Vec<T> weight = exp2_of(load(row + j) - reference);
     store(row + j, weight);
     sum += weight;
   }
@@ -164,7 +124,7 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
   const ScoreTile<T> score = score_tile_for<T>(call.rank);
 
   read_block(call.query, h, first_row, 0, rows, call.rank, q, call.rank, 1);
-  for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale);
+  for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale * kLog2e);
   __builtin_memset(sum, 0, size_t(sums.size()) * sizeof(T));
   for (int64_t i = 0; i < rows; ++i) state[i] = {};
 
@@ -295,13 +255,13 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta, int
     for (int64_t row = first_row; row < call.n_q; row += kRowBlock) {
       const int64_t rows = least(kRowBlock, call.n_q - row);
       read_block(call.query, h, row, 0, rows, call.rank, q, call.rank, 1);
-      for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale);
+      for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale * kLog2e);
       grad_tile.read(g.grad_out, h, row, rows, grad_panels);
       read_block(g.grad_out, h, row, 0, rows, call.dv, grad_rows, call.dv, 1);
       for (int64_t i = 0; i < rows; ++i) {
         // Two words, so that a large lse keeps its fraction. A row that saw nothing has lse -inf;
         // its scores are all -inf and must stay so.
-        const double lse = call.lse[h * call.n_q + row + i];
+        const double lse = call.lse[h * call.n_q + row + i] * kLog2e;
         lse_high[i] = lse == -INFINITY ? T(0) : T(lse);
         lse_low[i] = lse == -INFINITY ? T(0) : T(lse - double(lse_high[i]));
       }
@@ -318,7 +278,7 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta, int
         const T shift = delta[h * call.n_q + row + i];
 #pragma GCC unroll 4
         for (int64_t j = 0; j < kKeyBlock; j += L) {
-          const Vec<T> weight = exponential((load(p_row + j) - lse_high[i]) - lse_low[i]);
+          const Vec<T> weight = exp2_of((load(p_row + j) - lse_high[i]) - lse_low[i]);
           store(p_row + j, weight);
           store(ds_row + j, weight * (load(ds_row + j) - shift));
         }
@@ -338,6 +298,7 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta, int
       add_query_gradient(rows, call.rank, ds, k, dq_share + row * call.rank);
     }
     by_value.write(dv, keys, g.grad_value, h, key);
+    for (int64_t c = 0; c < call.rank * kKeyBlock; ++c) dk[c] *= T(kLn2);  // q held scale * log2(e)
     write_block(dk, 1, kKeyBlock, keys, call.rank, g.grad_key, h, key, 0);
   }
 }

@@ -10,9 +10,9 @@ namespace BOLTZATTN_ISA {
 
 #include "cpu/workspace.h"
 
-#include "cpu/pack.h"
-
 #include "cpu/gemm.h"
+
+#include "cpu/pack.h"
 
 #include "cpu/dropout.h"
 

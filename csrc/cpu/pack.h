@@ -63,14 +63,25 @@ BOLTZATTN_INLINE void narrow(float x, Float16* to) {
 template <class Source, class T>
 static void read_block(const Source* from, int64_t row, int64_t column, int64_t rows,
                        int64_t columns, T* to, int64_t to_row, int64_t to_column) {
-  for (int64_t i = 0; i < rows; ++i) {
-    const Source* source = from + i * row;
-    T* target = to + i * to_row;
+  for (int64_t i = 0; i < rows; ++i, from += row, to += to_row) {
     if (column == 1 && to_column == 1) {
-      for (int64_t j = 0; j < columns; ++j) target[j] = widen<T>(source[j]);
+      for (int64_t j = 0; j < columns; ++j) to[j] = widen<T>(from[j]);
     } else {
-      for (int64_t j = 0; j < columns; ++j) target[j * to_column] = widen<T>(source[j * column]);
+      for (int64_t j = 0; j < columns; ++j) to[j * to_column] = widen<T>(from[j * column]);
     }
+  }
+}
+
+// Calls go(pointer to the element at (row, column) of head h, typed).
+template <class Go>
+BOLTZATTN_INLINE void with_type(const Matrix& m, int64_t h, int64_t row, int64_t column, Go go) {
+  const int64_t offset = m.head[h] + row * m.row + column * m.column;
+  switch (m.dtype) {
+    case DType::kFloat64: return go(static_cast<double*>(m.data) + offset);
+    case DType::kFloat32: return go(static_cast<float*>(m.data) + offset);
+    case DType::kBFloat16: return go(static_cast<BFloat16*>(m.data) + offset);
+    case DType::kFloat16: return go(static_cast<Float16*>(m.data) + offset);
+    case DType::kBool: return;  // masks of truth values are read where their meaning is known
   }
 }
 
@@ -78,17 +89,9 @@ static void read_block(const Source* from, int64_t row, int64_t column, int64_t 
 template <class T>
 static void read_block(const Matrix& m, int64_t h, int64_t first_row, int64_t first_column,
                        int64_t rows, int64_t columns, T* to, int64_t to_row, int64_t to_column) {
-  const int64_t offset = m.head[h] + first_row * m.row + first_column * m.column;
-  auto go = [&](auto* from) {
-    read_block(from + offset, m.row, m.column, rows, columns, to, to_row, to_column);
-  };
-  switch (m.dtype) {
-    case DType::kFloat64: return go(static_cast<const double*>(m.data));
-    case DType::kFloat32: return go(static_cast<const float*>(m.data));
-    case DType::kBFloat16: return go(static_cast<const BFloat16*>(m.data));
-    case DType::kFloat16: return go(static_cast<const Float16*>(m.data));
-    case DType::kBool: return;  // masks of truth values are read where their meaning is known
-  }
+  with_type(m, h, first_row, first_column, [&](auto* from) {
+    read_block(from, m.row, m.column, rows, columns, to, to_row, to_column);
+  });
 }
 
 template <class T, class Target>
@@ -101,22 +104,63 @@ static void write_block(const T* from, int64_t from_row, int64_t from_column, in
   }
 }
 
-BOLTZATTN_INLINE void write_block(const double* from, int64_t from_row, int64_t from_column,
-                                  int64_t rows, int64_t columns, const Matrix& m, int64_t h,
-                                  int64_t first_row, int64_t first_column) {
-  write_block(from, from_row, from_column, rows, columns,
-              static_cast<double*>(m.data) + m.head[h] + first_row * m.row +
-                  first_column * m.column,
-              m.row, m.column);
+template <class T>
+static void write_block(const T* from, int64_t from_row, int64_t from_column, int64_t rows,
+                        int64_t columns, const Matrix& m, int64_t h, int64_t first_row,
+                        int64_t first_column) {
+  with_type(m, h, first_row, first_column, [&](auto* to) {
+    // fp64 results exist exactly where the tensors are fp64.
+    if constexpr ((sizeof(*to) == 8) == (sizeof(T) == 8))
+      write_block(from, from_row, from_column, rows, columns, to, m.row, m.column);
+  });
 }
-BOLTZATTN_INLINE void write_block(const float* from, int64_t from_row, int64_t from_column,
-                                  int64_t rows, int64_t columns, const Matrix& m, int64_t h,
-                                  int64_t first_row, int64_t first_column) {
-  auto go = [&](auto* to) {
-    to += m.head[h] + first_row * m.row + first_column * m.column;
-    write_block(from, from_row, from_column, rows, columns, to, m.row, m.column);
-  };
-  if (m.dtype == DType::kFloat32) return go(static_cast<float*>(m.data));
-  if (m.dtype == DType::kBFloat16) return go(static_cast<BFloat16*>(m.data));
-  if (m.dtype == DType::kFloat16) return go(static_cast<Float16*>(m.data));
-}
+
+// A width in vectors, cut into panels [width / kPanelWidth][rows][kPanelWidth]: the innermost loop
+// of a product then walks memory contiguously.
+template <class T>
+constexpr int64_t kPanelWidth = kPanel * kLanes<T>;
+
+template <class T>
+struct Panels {
+  int64_t width, rows;
+
+  int64_t count() const { return ceil_div(width, kPanelWidth<T>); }
+  int64_t size() const { return count() * rows * kPanelWidth<T>; }
+  int64_t offset(int64_t panel) const { return panel * rows * kPanelWidth<T>; }
+  int64_t columns(int64_t panel) const {
+    return least(kPanelWidth<T>, width - panel * kPanelWidth<T>);
+  }
+  int64_t vectors(int64_t panel) const { return ceil_div(columns(panel), kLanes<T>); }
+
+  // Reads `count` rows of a matrix, row i of the tile being row first + i; the rest becomes 0.
+  void read(const Matrix& m, int64_t h, int64_t first, int64_t count, T* to) const {
+    const int64_t whole = m.column == 1 ? width / kPanelWidth<T> : 0;
+    if (width % kPanelWidth<T> != 0 || count < rows)
+      __builtin_memset(to, 0, size_t(size()) * sizeof(T));
+    with_type(m, h, first, 0, [&](auto* from) {
+      for (int64_t i = 0; i < count; ++i, from += m.row) {
+        T* line = to + i * kPanelWidth<T>;
+        for (int64_t p = 0; p < whole; ++p)  // of constant width: whole vectors
+          for (int64_t c = 0; c < kPanelWidth<T>; ++c)
+            line[offset(p) + c] = widen<T>(from[p * kPanelWidth<T> + c]);
+        for (int64_t p = whole; p < this->count(); ++p)
+          for (int64_t c = 0; c < columns(p); ++c)
+            line[offset(p) + c] = widen<T>(from[(p * kPanelWidth<T> + c) * m.column]);
+      }
+    });
+  }
+  // The transpose of the same block: columns of the matrix are rows of the tile.
+  void read_transposed(const Matrix& m, int64_t h, int64_t first, int64_t count, T* to) const {
+    for (int64_t p = 0; p < this->count(); ++p, to += rows * kPanelWidth<T>) {
+      const int64_t begin = p * kPanelWidth<T>;
+      const int64_t here = least(kPanelWidth<T>, count - begin);
+      if (here < kPanelWidth<T>)
+        __builtin_memset(to, 0, size_t(rows * kPanelWidth<T>) * sizeof(T));
+      if (here > 0) read_block(m, h, first + begin, 0, here, rows, to, 1, kPanelWidth<T>);
+    }
+  }
+  void write(const T* from, int64_t count, const Matrix& m, int64_t h, int64_t first) const {
+    for (int64_t p = 0; p < this->count(); ++p, from += rows * kPanelWidth<T>)
+      write_block(from, kPanelWidth<T>, 1, count, columns(p), m, h, first, p * kPanelWidth<T>);
+  }
+};
