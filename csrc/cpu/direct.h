@@ -171,9 +171,10 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
 
 template <class T>
 static void direct_forward(const Attention& call) {
-  // Rows of one task share the packing of keys and values; short sequences keep tasks small so
-  // that threads have something to share.
-  const int64_t rows = kRowBlock * (call.n_q >= 64 * kRowBlock ? 4 : call.n_q >= 16 * kRowBlock ? 2 : 1);
+  // Rows of one task share the packing of keys and values, so tasks are as large as threads can
+  // share evenly. A row's result does not depend on the rows beside it.
+  const int64_t even = ceil_div(call.heads * call.n_q, 4 * thread_count());
+  const int64_t rows = least(most(round_up(even, kRowBlock), kRowBlock), 4 * kRowBlock);
   const int64_t blocks = ceil_div(call.n_q, rows);
   parallel(call.heads * blocks, [&](int64_t task) {
     const int64_t h = task / blocks, first = task % blocks * rows;

@@ -17,10 +17,12 @@
 
 namespace boltzattn {
 
+int64_t thread_count() { return torch::stable::get_num_threads(); }
+
 void throw_bad_alloc() { throw std::bad_alloc(); }
 
 void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* context) {
-  const int64_t threads = std::min<int64_t>(tasks, torch::stable::get_num_threads());
+  const int64_t threads = std::min(tasks, thread_count());
   if (threads <= 1) {
     for (int64_t task = 0; task < tasks; ++task) body(context, task);
     return;

@@ -9,6 +9,8 @@ namespace boltzattn {
 // Calls body(context, task) for every task below `tasks`; implemented in ops.cpp.
 void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* context);
 
+int64_t thread_count();
+
 [[noreturn]] void throw_bad_alloc();
 
 template <class Body>

@@ -40,17 +40,32 @@ template <class T>
 BOLTZATTN_INLINE Vec<T> larger(Vec<T> a, Vec<T> b) {
   return a > b ? a : b;
 }
+// Folds a vector in halves: log2(lanes) steps in a fixed order.
+template <class T, int N>
+struct Fold {
+  typedef T half __attribute__((vector_size(N / 2 * sizeof(T))));
+  template <class V, class Op>
+  BOLTZATTN_INLINE T run(V v, Op op) {
+    half low, high;
+    __builtin_memcpy(&low, &v, sizeof low);
+    __builtin_memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+    return Fold<T, N / 2>::run(op(low, high), op);
+  }
+};
+template <class T>
+struct Fold<T, 2> {
+  template <class V, class Op>
+  BOLTZATTN_INLINE T run(V v, Op op) {
+    return op(v[0], v[1]);
+  }
+};
 template <class T>
 BOLTZATTN_INLINE T reduce_max(Vec<T> v) {
-  T m = v[0];
-  for (int i = 1; i < kLanes<T>; ++i) m = v[i] > m ? v[i] : m;
-  return m;
+  return Fold<T, kLanes<T>>::run(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 template <class T>
 BOLTZATTN_INLINE T reduce_sum(Vec<T> v) {
-  T s = v[0];
-  for (int i = 1; i < kLanes<T>; ++i) s += v[i];
-  return s;
+  return Fold<T, kLanes<T>>::run(v, [](auto a, auto b) { return a + b; });
 }
 
 // 2^x for x <= 0 up to rounding; 0 below the smallest normal number (next to what softmax sums, at
