@@ -142,6 +142,11 @@ def _differentiable(operator: Any, function: type[torch.autograd.Function], tens
     return call
 
 
+@torch.library.register_vmap("boltzattn::forward", lib=library)
+def _forward_vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[tuple[Tensor, Tensor], tuple]:
+    return torch.ops.boltzattn.forward(*_batched(info, in_dims[:6], args[:6]), *args[6:]), (0, 0)
+
+
 library.impl("forward", _differentiable(torch.ops.boltzattn.forward, Attention, 6), "Autograd")
 library.impl(
     "backward", _differentiable(torch.ops.boltzattn.backward, AttentionBackward, 10), "Autograd"

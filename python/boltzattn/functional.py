@@ -75,10 +75,10 @@ def attention(
         method,
         backend,
     )
-    attn, keys = tensors[3], tensors[4]
-    if torch.is_grad_enabled() and any(
-        m is not None and m.is_floating_point() and m.requires_grad for m in (attn, keys)
-    ):
+    needs_gradient = [x is not None and x.requires_grad for x in tensors[:5]]
+    if not torch.is_grad_enabled() or not any(needs_gradient):
+        out, lse = torch.ops.boltzattn.forward(*tensors, *options)
+    elif any(needs_gradient[3:]):
         _check_mask_gradient(options[4])
         out, lse = reference.dense(*tensors, *options[:3])
     else:
