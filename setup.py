@@ -63,6 +63,7 @@ def extension_and_command() -> tuple[list[Extension], dict]:
         extra_compile_args=[
             "-std=c++17",
             "-O3",
+            "-fno-math-errno",
             "-fvisibility=hidden",
             "-Wall",
             "-Wextra",

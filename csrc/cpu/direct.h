@@ -109,17 +109,18 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
   const Panels<T> value_tile{call.dv, kKeyBlock};
   const Panels<T> sums{call.dv, row_end - first_row};
   const int64_t rows = sums.rows;
-  Arena<T> arena(round_up(rows, kTileRows) * call.rank +
-                     kKeyBlock * (call.rank + kRowBlock + 2) + value_tile.size() + sums.size() +
-                     2 * rows,
-                 8);
-  T* q = arena.take(round_up(rows, kTileRows) * call.rank);
-  T* k = arena.take(call.rank * kKeyBlock);
-  T* v = arena.take(value_tile.size());
-  T* scores = arena.take(kRowBlock * kKeyBlock);
-  T* sum = arena.take(sums.size());
-  auto* state = arena.template take<OnlineSoftmax<T>>(rows);
-  TileMask<T> mask{call, h, arena.take(kKeyBlock), arena.take(kKeyBlock)};
+  Scratch<Slot::kTask> scratch(
+      int64_t(sizeof(T)) * (round_up(rows, kTileRows) * call.rank +
+                            kKeyBlock * (call.rank + kRowBlock + 2) + value_tile.size() +
+                            sums.size() + 2 * rows),
+      8);
+  T* q = scratch.take<T>(round_up(rows, kTileRows) * call.rank);
+  T* k = scratch.take<T>(call.rank * kKeyBlock);
+  T* v = scratch.take<T>(value_tile.size());
+  T* scores = scratch.take<T>(kRowBlock * kKeyBlock);
+  T* sum = scratch.take<T>(sums.size());
+  auto* state = scratch.take<OnlineSoftmax<T>>(rows);
+  TileMask<T> mask{call, h, scratch.take<T>(kKeyBlock), scratch.take<T>(kKeyBlock)};
   const Dropout dropout(call, h);
   const ScoreTile<T> score = score_tile_for<T>(call.rank);
 
@@ -169,15 +170,17 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
   sums.write(sum, rows, call.out, h, first_row);
 }
 
+// `first_head` .. `head_end` only: the transform hands over single heads it cannot serve.
 template <class T>
-static void direct_forward(const Attention& call) {
+static void direct_forward(const Attention& call, int64_t first_head, int64_t head_end) {
+  const int64_t heads = head_end - first_head;
   // Rows of one task share the packing of keys and values, so tasks are as large as threads can
   // share evenly. A row's result does not depend on the rows beside it.
-  const int64_t even = ceil_div(call.heads * call.n_q, 4 * thread_count());
+  const int64_t even = ceil_div(heads * call.n_q, 4 * thread_count());
   const int64_t rows = least(most(round_up(even, kRowBlock), kRowBlock), 4 * kRowBlock);
   const int64_t blocks = ceil_div(call.n_q, rows);
-  parallel(call.heads * blocks, [&](int64_t task) {
-    const int64_t h = task / blocks, first = task % blocks * rows;
+  parallel(heads * blocks, [&](int64_t task) {
+    const int64_t h = first_head + task / blocks, first = task % blocks * rows;
     direct_forward_rows<T>(call, h, first, least(first + rows, call.n_q));
   });
 }
@@ -222,23 +225,25 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta, int
   const Panels<T> by_value{call.dv, kKeyBlock};       // dV
   const Panels<T> by_key{kKeyBlock, call.dv};         // V^T
   const Panels<T> grad_tile{call.dv, kRowBlock};      // grad_out as the right factor of dV
-  Arena<T> arena(by_value.size() + by_key.size() + grad_tile.size() + kRowBlock * call.dv +
-                 2 * call.rank * kKeyBlock + kRowBlock * (call.rank + 2) +
-                     3 * kRowBlock * kKeyBlock + 2 * kKeyBlock,
-                 14);
-  T* k = arena.take(call.rank * kKeyBlock);
-  T* dk = arena.take(call.rank * kKeyBlock);
-  T* v = arena.take(by_key.size());
-  T* dv = arena.take(by_value.size());
-  T* q = arena.take(kRowBlock * call.rank);
-  T* grad_panels = arena.take(grad_tile.size());
-  T* grad_rows = arena.take(kRowBlock * call.dv);
-  T* p = arena.take(kRowBlock * kKeyBlock);
-  T* ds = arena.take(kRowBlock * kKeyBlock);
-  T* factor = arena.take(kRowBlock * kKeyBlock);
-  T* lse_high = arena.take(kRowBlock);
-  T* lse_low = arena.take(kRowBlock);
-  TileMask<T> mask{call, h, arena.take(kKeyBlock), arena.take(kKeyBlock)};
+  Scratch<Slot::kTask> scratch(
+      int64_t(sizeof(T)) * (by_value.size() + by_key.size() + grad_tile.size() +
+                            kRowBlock * call.dv + 2 * call.rank * kKeyBlock +
+                            kRowBlock * (call.rank + 2) + 3 * kRowBlock * kKeyBlock +
+                            2 * kKeyBlock),
+      14);
+  T* k = scratch.take<T>(call.rank * kKeyBlock);
+  T* dk = scratch.take<T>(call.rank * kKeyBlock);
+  T* v = scratch.take<T>(by_key.size());
+  T* dv = scratch.take<T>(by_value.size());
+  T* q = scratch.take<T>(kRowBlock * call.rank);
+  T* grad_panels = scratch.take<T>(grad_tile.size());
+  T* grad_rows = scratch.take<T>(kRowBlock * call.dv);
+  T* p = scratch.take<T>(kRowBlock * kKeyBlock);
+  T* ds = scratch.take<T>(kRowBlock * kKeyBlock);
+  T* factor = scratch.take<T>(kRowBlock * kKeyBlock);
+  T* lse_high = scratch.take<T>(kRowBlock);
+  T* lse_low = scratch.take<T>(kRowBlock);
+  TileMask<T> mask{call, h, scratch.take<T>(kKeyBlock), scratch.take<T>(kKeyBlock)};
   const Dropout dropout(call, h);
   const ScoreTile<T> score = score_tile_for<T>(call.rank);
   constexpr int L = kLanes<T>;
@@ -276,7 +281,7 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta, int
         T* p_row = p + i * kKeyBlock;
         T* ds_row = ds + i * kKeyBlock;
         if (dropout) dropout.apply(row + i, key, kKeyBlock, ds_row, ds_row);
-        const T shift = delta[h * call.n_q + row + i];
+        const T shift = delta[row + i];
 #pragma GCC unroll 4
         for (int64_t j = 0; j < kKeyBlock; j += L) {
           const Vec<T> weight = exp2_of((load(p_row + j) - lse_high[i]) - lse_low[i]);
@@ -305,26 +310,24 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta, int
 }
 
 template <class T>
-static void direct_backward(const AttentionGradient& g) {
+static void direct_backward(const AttentionGradient& g, int64_t first_head, int64_t head_end) {
   const Attention& call = g.call;
-  const int64_t n_q = call.n_q, rank = call.rank;
+  const int64_t n_q = call.n_q, rank = call.rank, heads = head_end - first_head;
   // Fixed by the sizes alone, never by the threads: the order of sums must not move.
-  const int64_t parts = ceil_div(call.n_k, kKeyBlock) < 2
-                            ? 1
-                            : least(ceil_div(call.n_k, 4 * kKeyBlock),
-                                    ceil_div(32, call.heads < 1 ? 1 : call.heads));
-  const int64_t keys = round_up(ceil_div(call.n_k, parts < 1 ? 1 : parts), kKeyBlock);
+  const int64_t parts =
+      most(1, least(ceil_div(call.n_k, 4 * kKeyBlock), ceil_div(32, most(heads, 1))));
+  const int64_t keys = round_up(ceil_div(call.n_k, parts), kKeyBlock);
   const int64_t shares = call.n_k == 0 ? 0 : ceil_div(call.n_k, keys);
-  Buffer<T> delta(call.heads * n_q);
-  Buffer<T> dq(call.heads * shares * n_q * rank);
+  Buffer<T> delta(heads * n_q);
+  Buffer<T> dq(heads * shares * n_q * rank);
 
   const int64_t delta_rows = 256, delta_blocks = ceil_div(n_q, delta_rows);
-  parallel(call.heads * delta_blocks, [&](int64_t task) {
-    const int64_t h = task / delta_blocks, first = task % delta_blocks * delta_rows;
+  parallel(heads * delta_blocks, [&](int64_t task) {
+    const int64_t h = first_head + task / delta_blocks, first = task % delta_blocks * delta_rows;
     const int64_t rows = least(delta_rows, n_q - first);
-    Arena<T> arena(2 * call.dv, 2);
-    T* out = arena.take(call.dv);
-    T* grad = arena.take(call.dv);
+    Scratch<Slot::kTask> scratch(int64_t(sizeof(T)) * 2 * call.dv, 2);
+    T* out = scratch.take<T>(call.dv);
+    T* grad = scratch.take<T>(call.dv);
     for (int64_t i = first; i < first + rows; ++i) {
       read_block(call.out, h, i, 0, 1, call.dv, out, 0, 1);
       read_block(g.grad_out, h, i, 0, 1, call.dv, grad, 0, 1);
@@ -332,26 +335,29 @@ static void direct_backward(const AttentionGradient& g) {
       for (int64_t c = 0; c < call.dv; ++c) sum += out[c] * grad[c];
       T lse_gradient = 0;
       if (g.grad_lse) read_block(g.grad_lse, h, i, 0, 1, 1, &lse_gradient, 0, 0);
-      delta.data[h * n_q + i] = sum - lse_gradient;
+      delta.data[(h - first_head) * n_q + i] = sum - lse_gradient;
     }
   });
-  parallel(call.heads * shares, [&](int64_t task) {
-    const int64_t h = task / shares, first = task % shares * keys;
-    direct_backward_keys<T>(g, delta.data, h, first, least(first + keys, call.n_k),
-                            dq.data + task * n_q * rank);
+  parallel(heads * shares, [&](int64_t task) {
+    const int64_t h = first_head + task / shares, first = task % shares * keys;
+    T* dq_share = dq.data + task * n_q * rank;
+    set_zero(dq_share, n_q * rank);
+    direct_backward_keys<T>(g, delta.data + task / shares * n_q, h, first,
+                            least(first + keys, call.n_k), dq_share);
   });
   const int64_t rows = 1024, blocks = ceil_div(n_q, rows);
-  parallel(call.heads * blocks, [&](int64_t task) {
-    const int64_t h = task / blocks, first = task % blocks * rows;
+  parallel(heads * blocks, [&](int64_t task) {
+    const int64_t index = task / blocks, first = task % blocks * rows;
     const int64_t size = least(rows, n_q - first) * rank;
-    Arena<T> arena(size, 1);
-    T* sum = arena.take(size);
+    Scratch<Slot::kTask> scratch(int64_t(sizeof(T)) * size, 1);
+    T* sum = scratch.take<T>(size);
     for (int64_t c = 0; c < size; ++c) sum[c] = 0;
     for (int64_t s = 0; s < shares; ++s) {
-      const T* share = dq.data + (h * shares + s) * n_q * rank + first * rank;
+      const T* share = dq.data + (index * shares + s) * n_q * rank + first * rank;
       for (int64_t c = 0; c < size; ++c) sum[c] += share[c];
     }
     for (int64_t c = 0; c < size; ++c) sum[c] *= T(call.scale);
-    write_block(sum, rank, 1, least(rows, n_q - first), rank, g.grad_query, h, first, 0);
+    write_block(sum, rank, 1, least(rows, n_q - first), rank,
+                g.grad_query, first_head + index, first, 0);
   });
 }

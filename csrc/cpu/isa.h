@@ -10,6 +10,8 @@ struct Kernels {
   bool (*supported)();
   void (*direct_forward)(const Attention&);
   void (*direct_backward)(const AttentionGradient&);
+  void (*transform_forward)(const Attention&);
+  void (*transform_backward)(const AttentionGradient&);
 };
 
 extern const Kernels kAvx512, kAvx2, kPortable;

@@ -6,6 +6,7 @@
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "cpu/problem.h"
+#include "layout.h"
 #include "online_softmax.h"
 
 #if defined(__x86_64__)
@@ -27,13 +28,13 @@ namespace boltzattn {
 static bool supported() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
-const Kernels kAvx2 = {"avx2", supported, avx2::direct_forward_any, avx2::direct_backward_any};
+const Kernels kAvx2 = {"avx2", supported, avx2::direct_forward_any, avx2::direct_backward_any, avx2::transform_forward_any, avx2::transform_backward_any};
 }  // namespace boltzattn
 
 #else
 
 namespace boltzattn {
-const Kernels kAvx2 = {"avx2", [] { return false; }, nullptr, nullptr};
+const Kernels kAvx2 = {"avx2", [] { return false; }, nullptr, nullptr, nullptr, nullptr};
 }  // namespace boltzattn
 
 #endif

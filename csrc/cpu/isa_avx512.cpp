@@ -6,6 +6,7 @@
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "cpu/problem.h"
+#include "layout.h"
 #include "online_softmax.h"
 
 #if defined(__x86_64__)
@@ -28,13 +29,13 @@ static bool supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-const Kernels kAvx512 = {"avx512", supported, avx512::direct_forward_any, avx512::direct_backward_any};
+const Kernels kAvx512 = {"avx512", supported, avx512::direct_forward_any, avx512::direct_backward_any, avx512::transform_forward_any, avx512::transform_backward_any};
 }  // namespace boltzattn
 
 #else
 
 namespace boltzattn {
-const Kernels kAvx512 = {"avx512", [] { return false; }, nullptr, nullptr};
+const Kernels kAvx512 = {"avx512", [] { return false; }, nullptr, nullptr, nullptr, nullptr};
 }  // namespace boltzattn
 
 #endif

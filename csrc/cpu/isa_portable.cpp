@@ -6,6 +6,7 @@
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "cpu/problem.h"
+#include "layout.h"
 #include "online_softmax.h"
 
 #define BOLTZATTN_ISA portable
@@ -15,5 +16,5 @@
 
 namespace boltzattn {
 static bool supported() { return true; }
-const Kernels kPortable = {"portable", supported, portable::direct_forward_any, portable::direct_backward_any};
+const Kernels kPortable = {"portable", supported, portable::direct_forward_any, portable::direct_backward_any, portable::transform_forward_any, portable::transform_backward_any};
 }  // namespace boltzattn

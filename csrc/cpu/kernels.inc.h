@@ -18,11 +18,26 @@ namespace BOLTZATTN_ISA {
 
 #include "cpu/direct.h"
 
-static void direct_forward_any(const Attention& call) {
-  call.query.dtype == DType::kFloat64 ? direct_forward<double>(call) : direct_forward<float>(call);
+#include "cpu/coordinates.h"
+
+#include "cpu/rows.h"
+
+#include "cpu/transform.h"
+
+static void direct_forward_any(const Attention& a) {
+  a.query.dtype == DType::kFloat64 ? direct_forward<double>(a, 0, a.heads)
+                                   : direct_forward<float>(a, 0, a.heads);
 }
 static void direct_backward_any(const AttentionGradient& g) {
-  g.call.query.dtype == DType::kFloat64 ? direct_backward<double>(g) : direct_backward<float>(g);
+  g.call.query.dtype == DType::kFloat64 ? direct_backward<double>(g, 0, g.call.heads)
+                                        : direct_backward<float>(g, 0, g.call.heads);
+}
+static void transform_forward_any(const Attention& a) {
+  a.query.dtype == DType::kFloat64 ? transform_forward<double>(a) : transform_forward<float>(a);
+}
+static void transform_backward_any(const AttentionGradient& g) {
+  g.call.query.dtype == DType::kFloat64 ? transform_backward<double>(g)
+                                        : transform_backward<float>(g);
 }
 
 }  // namespace BOLTZATTN_ISA

@@ -158,19 +158,21 @@ std::vector<int64_t> rows_of(const Tensor& x) {
 using Forward = void (*)(const Attention&);
 using Backward = void (*)(const AttentionGradient&);
 
-std::tuple<Tensor, Tensor> direct_forward(Tensor query, Tensor key, Tensor value,
+template <Forward Kernels::* kernel>
+std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
                                           OptionalTensor attn_mask, OptionalTensor key_mask,
                                           OptionalTensor seed, double scale, double dropout_p,
                                           bool is_causal) {
   Tensor out = torch::stable::new_empty(query, shape_with(query, value.size(value.dim() - 1)));
   Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
   Descriptions d(query);
-  kernels().direct_forward(describe(d, query, key, value, attn_mask, key_mask, seed, scale,
+  (kernels().*kernel)(describe(d, query, key, value, attn_mask, key_mask, seed, scale,
                                     dropout_p, is_causal, out, lse));
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> direct_backward(Tensor grad_out, OptionalTensor grad_lse,
+template <Backward Kernels::* kernel>
+std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse,
                                                    Tensor query, Tensor key, Tensor value,
                                                    Tensor out, Tensor lse, OptionalTensor attn_mask,
                                                    OptionalTensor key_mask, OptionalTensor seed,
@@ -187,26 +189,32 @@ std::tuple<Tensor, Tensor, Tensor> direct_backward(Tensor grad_out, OptionalTens
   g.grad_query = d.matrix(grad_query, g.call.n_q, g.call.rank);
   g.grad_key = d.matrix(grad_key, g.call.n_k, g.call.rank);
   g.grad_value = d.matrix(grad_value, g.call.n_k, g.call.dv);
-  kernels().direct_backward(g);
+  (kernels().*kernel)(g);
   return {grad_query, grad_key, grad_value};
 }
 
 }  // namespace
 }  // namespace boltzattn
 
-#define BOLTZATTN_CALL                                                                        \
-  "Tensor? attn_mask, Tensor? key_mask, Tensor? seed, float scale, float dropout_p, bool " \
-  "is_causal"
+#define BOLTZATTN_FORWARD                                                                         \
+  "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_mask, Tensor? seed, " \
+  "float scale, float dropout_p, bool is_causal) -> (Tensor, Tensor)"
+#define BOLTZATTN_BACKWARD                                                                       \
+  "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "    \
+  "Tensor lse, Tensor? attn_mask, Tensor? key_mask, Tensor? seed, float scale, float dropout_p, " \
+  "bool is_causal) -> (Tensor, Tensor, Tensor)"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
-  m.def("cpu_direct_forward(Tensor query, Tensor key, Tensor value, " BOLTZATTN_CALL
-        ") -> (Tensor, Tensor)");
-  m.def(
-      "cpu_direct_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor "
-      "value, Tensor out, Tensor lse, " BOLTZATTN_CALL ") -> (Tensor, Tensor, Tensor)");
+  m.def("cpu_direct_forward" BOLTZATTN_FORWARD);
+  m.def("cpu_direct_backward" BOLTZATTN_BACKWARD);
+  m.def("cpu_transform_forward" BOLTZATTN_FORWARD);
+  m.def("cpu_transform_backward" BOLTZATTN_BACKWARD);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(boltzattn, CompositeExplicitAutograd, m) {
-  m.impl("cpu_direct_forward", TORCH_BOX(&boltzattn::direct_forward));
-  m.impl("cpu_direct_backward", TORCH_BOX(&boltzattn::direct_backward));
+  using boltzattn::Kernels;
+  m.impl("cpu_direct_forward", TORCH_BOX(&boltzattn::forward<&Kernels::direct_forward>));
+  m.impl("cpu_direct_backward", TORCH_BOX(&boltzattn::backward<&Kernels::direct_backward>));
+  m.impl("cpu_transform_forward", TORCH_BOX(&boltzattn::forward<&Kernels::transform_forward>));
+  m.impl("cpu_transform_backward", TORCH_BOX(&boltzattn::backward<&Kernels::transform_backward>));
 }

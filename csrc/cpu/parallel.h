@@ -14,7 +14,7 @@ int64_t thread_count();
 [[noreturn]] void throw_bad_alloc();
 
 template <class Body>
-static void parallel(int64_t tasks, Body&& body) {
+static void parallel(int64_t tasks, Body body) {
   run_tasks(tasks, [](void* context, int64_t task) { (*static_cast<Body*>(context))(task); },
             &body);
 }

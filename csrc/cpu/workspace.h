@@ -8,20 +8,27 @@ BOLTZATTN_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 constexpr int64_t kCacheLine = 64;
 
-// Zeroed memory of one call, cache-line aligned.
+// Memory of one call, cache-line aligned.
 template <class T>
 struct Buffer {
-  T* data;
-  explicit Buffer(int64_t size) {
-    const size_t bytes = size_t(round_up(size * int64_t(sizeof(T)) + 1, kCacheLine));
-    data = static_cast<T*>(std::aligned_alloc(size_t(kCacheLine), bytes));
-    if (!data) throw_bad_alloc();
-    __builtin_memset(data, 0, bytes);
-  }
+  T* data = nullptr;
+  Buffer() = default;
+  explicit Buffer(int64_t size) { resize(size); }
   ~Buffer() { std::free(data); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
+
+  void resize(int64_t size) {
+    std::free(data);
+    const int64_t bytes = round_up(size * int64_t(sizeof(T)) + 1, kCacheLine);
+    data = static_cast<T*>(std::aligned_alloc(size_t(kCacheLine), size_t(bytes)));
+    if (!data) throw_bad_alloc();
+  }
 };
+template <class T>
+BOLTZATTN_INLINE void set_zero(T* data, int64_t size) {
+  __builtin_memset(data, 0, size_t(size) * sizeof(T));
+}
 
 // Memory of one task, cut from a per-thread block that outlives the call: a call touches no new
 // pages.
@@ -43,23 +50,25 @@ struct ThreadBlock {
   }
 };
 
-// Two passes over the same `take` calls would be needed to know the size exactly; instead the
-// caller states what it takes and the arena adds the alignment of each piece.
-template <class T>
-struct Arena {
+// The caller states how many bytes it takes in how many pieces; every piece is aligned. Scratch of
+// different slots is alive at the same time.
+enum class Slot { kTask, kHead };
+
+template <Slot>
+struct Scratch {
   char* next;
   char* end;
-  explicit Arena(int64_t elements, int64_t pieces) {
+  Scratch(int64_t bytes, int64_t pieces) {
     static thread_local ThreadBlock block;
-    const int64_t bytes = elements * int64_t(sizeof(T)) + pieces * kCacheLine;
+    bytes += pieces * kCacheLine;
     next = block.reserve(bytes);
     end = next + bytes;
   }
-  template <class U = T>
-  U* take(int64_t size) {
+  template <class T>
+  T* take(int64_t size) {
     char* taken = next;
-    next += round_up(size * int64_t(sizeof(U)), kCacheLine);
+    next += round_up(size * int64_t(sizeof(T)), kCacheLine);
     if (next > end) __builtin_trap();
-    return reinterpret_cast<U*>(taken);
+    return reinterpret_cast<T*>(taken);
   }
 };

@@ -16,7 +16,7 @@ import torch
 
 from boltzattn import reference
 
-METHODS = ("direct",)
+METHODS = ("direct", "transform")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _log = logging.getLogger("boltzattn")
@@ -63,7 +63,10 @@ def _extension_missing() -> str | None:
 
 def _cpu_kernels(method: str) -> tuple[Callable, Callable]:
     ops = torch.ops.boltzattn
-    return {"direct": (ops.cpu_direct_forward, ops.cpu_direct_backward)}[method]
+    return {
+        "direct": (ops.cpu_direct_forward, ops.cpu_direct_backward),
+        "transform": (ops.cpu_transform_forward, ops.cpu_transform_backward),
+    }[method]
 
 
 def _reference_kernels(method: str) -> tuple[Callable, Callable]:
@@ -103,7 +106,7 @@ class Backend:
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("cpu", "C++", ("cpu",), ("direct",), _extension_missing, _cpu_kernels),
+        Backend("cpu", "C++", ("cpu",), ("direct", "transform"), _extension_missing, _cpu_kernels),
         Backend(
             "reference",
             "eager torch",
@@ -119,7 +122,16 @@ BACKENDS: dict[str, Backend] = {
 
 def method_why_not(request: Request, method: str) -> list[str]:
     """Reasons that belong to the method itself, whichever backend runs it."""
-    return []
+    if method == "direct":
+        return []
+    reasons = []
+    if request.rank != 1:
+        reasons.append(f"transform needs rank 1, got rank {request.rank}")
+    if request.attn_mask:
+        reasons.append("transform takes no attn_mask; key_padding_mask and is_causal it can")
+    if request.dropout:
+        reasons.append("transform never forms the weights that dropout_p would drop")
+    return reasons
 
 
 class _Preference(threading.local):

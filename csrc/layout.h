@@ -1,0 +1,146 @@
+// The layout of a transform: panels and nodes on the query axis and on the key axis of one head.
+// docs/transform.md derives it. Host and device; no torch. python/boltzattn/layout.py is the same
+// mathematics in Python, and a test holds the two equal.
+//
+// Queries t live in [t_min, t_max], keys s in [s_min, s_max]; R = s_max - s_min, B = max|t| R.
+//   query axis: t = tau sinh(u), panels uniform in u;
+//   key axis:   s - middle = (R / 2) tanh(w) / tanh(W), panels uniform in w on [-W, W].
+// In these coordinates everything that is interpolated is analytic in a strip of fixed height, so
+// Chebyshev interpolation with p nodes on panels of half width h errs by about rho^-p, where
+// rho = r + sqrt(r^2 + 1) and r = height / h.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+
+#include "online_softmax.h"
+
+namespace boltzattn {
+
+constexpr double kPi = 3.14159265358979323846;
+constexpr int kMostNodes = 32;             // on a panel
+constexpr int kLeastNodes = 8;
+constexpr int kNodeStep = 4;
+constexpr double kKeyStrip = kPi / 4;      // height of the strip on the key axis
+constexpr double kLargestProduct = 3e7;    // B beyond which fp64 itself loses the logits
+
+// What the layout of a head depends on.
+struct Range {
+  double t_min, t_max, s_min, s_max;
+  int64_t keys;  // that are not masked
+};
+
+// One axis: `panels` panels of half width `half` from `origin` on, with `nodes` nodes each.
+struct Axis {
+  int panels, nodes;
+  double origin, half;
+};
+
+struct Layout {
+  Axis query, key;
+  double tau;           // scale of the query axis
+  double middle;        // of the keys
+  double radius;        // (R / 2) / tanh(W)
+  double s_min, s_max;
+  double query_strip;   // height of the strip on the query axis
+};
+
+BOLTZATTN_HD double chebyshev_node(int nodes, int i) {
+  return ::cos((2 * i + 1) * kPi / (2 * nodes));
+}
+
+// Half width of a panel on which `nodes` nodes reach `precision` in a strip of this height.
+BOLTZATTN_HD double panel_half_width(double strip, int nodes, double precision) {
+  const double rho = ::pow(1 / precision, 1.0 / nodes);
+  return 2 * strip / (rho - 1 / rho);
+}
+
+BOLTZATTN_HD double bernstein_rho(double strip, double half) {
+  const double r = strip / half;
+  return r + ::sqrt(r * r + 1);
+}
+
+BOLTZATTN_HD Axis make_axis(double low, double high, double strip, int nodes, double precision) {
+  const double half = panel_half_width(strip, nodes, precision);
+  const double panels = ::ceil((high - low) / (2 * half));
+  if (!(panels > 1)) return {1, nodes, (low + high) / 2 - half, half};
+  return {int(panels), nodes, low, (high - low) / (2 * panels)};
+}
+
+// A degenerate range (one key, or all keys equal) gets a width on which B is at most 1.
+BOLTZATTN_HD double key_extent(const Range& range) {
+  const double t_most = ::fmax(::fabs(range.t_min), ::fabs(range.t_max));
+  const double extent = range.s_max - range.s_min;
+  if (extent > 0) return extent;
+  return t_most > 1 ? 1 / t_most : 1;
+}
+
+BOLTZATTN_HD double largest_product(const Range& range) {
+  return ::fmax(::fabs(range.t_min), ::fabs(range.t_max)) * key_extent(range);
+}
+
+BOLTZATTN_HD Layout make_layout(const Range& range, int query_nodes, int key_nodes,
+                                double precision) {
+  const double extent = key_extent(range);
+  const double product = largest_product(range);
+  Layout layout;
+  layout.query_strip = kPi / (4 * ::log(double(range.keys) + 2));
+  layout.tau = 2 / (extent * ::sin(layout.query_strip));
+  layout.query = make_axis(::asinh(range.t_min / layout.tau), ::asinh(range.t_max / layout.tau),
+                           layout.query_strip, query_nodes, precision);
+  const double edge = ::fmax(0.5 * ::log(::fmax(product, 4.0)), 0.3);
+  layout.key = make_axis(-edge, edge, kKeyStrip, key_nodes, precision);
+  layout.middle = 0.5 * range.s_min + 0.5 * range.s_max;
+  layout.radius = extent / 2 / ::tanh(edge);
+  layout.s_min = range.s_min;
+  layout.s_max = range.s_max;
+  return layout;
+}
+
+// Multiply-adds of forward with this many tokens on either side: what the choice of nodes weighs.
+// A core entry costs an exponential besides its products.
+BOLTZATTN_HD double layout_cost(const Layout& layout, int64_t n_q, int64_t n_k, int64_t dv) {
+  const double core = double(layout.query.panels) * layout.query.nodes * layout.key.panels *
+                      layout.key.nodes * (2.0 * (dv + 1) + 30);
+  return core + double(dv + 1) * (double(n_q) * layout.query.nodes + double(n_k) * layout.key.nodes);
+}
+
+// The cheapest layout that reaches `precision`.
+inline Layout choose_layout(const Range& range, int64_t n_q, int64_t n_k, int64_t dv,
+                            double precision) {
+  Layout best = make_layout(range, kLeastNodes, kLeastNodes, precision);
+  double best_cost = layout_cost(best, n_q, n_k, dv);
+  for (int p = kLeastNodes; p <= kMostNodes; p += kNodeStep) {
+    for (int q = kLeastNodes; q <= kMostNodes; q += kNodeStep) {
+      const Layout layout = make_layout(range, p, q, precision);
+      const double cost = layout_cost(layout, n_q, n_k, dv);
+      if (cost < best_cost) {
+        best = layout;
+        best_cost = cost;
+      }
+    }
+  }
+  return best;
+}
+
+BOLTZATTN_HD double query_node(const Layout& layout, int panel, int i) {
+  const Axis& axis = layout.query;
+  return layout.tau *
+         ::sinh(axis.origin + axis.half * (2 * panel + 1 + chebyshev_node(axis.nodes, i)));
+}
+
+// A key node, measured from layout.middle.
+BOLTZATTN_HD double key_node(const Layout& layout, int panel, int i) {
+  const Axis& axis = layout.key;
+  return layout.radius *
+         ::tanh(axis.origin + axis.half * (2 * panel + 1 + chebyshev_node(axis.nodes, i)));
+}
+
+// The key that logits of a query panel are measured from: the one with the largest weight. On the
+// panel around t = 0 either end will do, since B is small there.
+BOLTZATTN_HD double reference_key(const Layout& layout, int query_panel) {
+  const Axis& axis = layout.query;
+  return axis.origin + axis.half * (2 * query_panel + 1) >= 0 ? layout.s_max : layout.s_min;
+}
+
+}  // namespace boltzattn
