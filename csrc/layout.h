@@ -18,11 +18,11 @@
 namespace boltzattn {
 
 constexpr double kPi = 3.14159265358979323846;
-constexpr int kMostNodes = 32;             // on a panel
+constexpr int kMostNodes = 32;  // on a panel
 constexpr int kLeastNodes = 8;
 constexpr int kNodeStep = 4;
-constexpr double kKeyStrip = kPi / 4;      // height of the strip on the key axis
-constexpr double kLargestProduct = 3e7;    // B beyond which fp64 itself loses the logits
+constexpr double kKeyStrip = kPi / 4;    // height of the strip on the key axis
+constexpr double kLargestProduct = 3e7;  // B beyond which fp64 itself loses the logits
 
 // What the layout of a head depends on.
 struct Range {
@@ -38,11 +38,11 @@ struct Axis {
 
 struct Layout {
   Axis query, key;
-  double tau;           // scale of the query axis
-  double middle;        // of the keys
-  double radius;        // (R / 2) / tanh(W)
+  double tau;     // scale of the query axis
+  double middle;  // of the keys
+  double radius;  // (R / 2) / tanh(W)
   double s_min, s_max;
-  double query_strip;   // height of the strip on the query axis
+  double query_strip;  // height of the strip on the query axis
 };
 
 BOLTZATTN_HD double chebyshev_node(int nodes, int i) {
@@ -61,10 +61,11 @@ BOLTZATTN_HD double bernstein_rho(double strip, double half) {
 }
 
 BOLTZATTN_HD Axis make_axis(double low, double high, double strip, int nodes, double precision) {
-  const double half = panel_half_width(strip, nodes, precision);
-  const double panels = ::ceil((high - low) / (2 * half));
-  if (!(panels > 1)) return {1, nodes, (low + high) / 2 - half, half};
-  return {int(panels), nodes, low, (high - low) / (2 * panels)};
+  const double widest = panel_half_width(strip, nodes, precision);
+  const double panels = ::fmax(1.0, ::ceil((high - low) / (2 * widest)));
+  const double half = (high - low) / (2 * panels);
+  if (half > 1e-9 * widest) return {int(panels), nodes, low, half};
+  return {1, nodes, (low + high) / 2 - widest, widest};  // all tokens in one place
 }
 
 // A degenerate range (one key, or all keys equal) gets a width on which B is at most 1.
@@ -89,7 +90,8 @@ BOLTZATTN_HD Layout make_layout(const Range& range, int query_nodes, int key_nod
   layout.query = make_axis(::asinh(range.t_min / layout.tau), ::asinh(range.t_max / layout.tau),
                            layout.query_strip, query_nodes, precision);
   const double edge = ::fmax(0.5 * ::log(::fmax(product, 4.0)), 0.3);
-  layout.key = make_axis(-edge, edge, kKeyStrip, key_nodes, precision);
+  // The a-priori bound on this side adds up over the keys; see docs/transform.md.
+  layout.key = make_axis(-edge, edge, kKeyStrip, key_nodes, precision / ::sqrt(double(range.keys)));
   layout.middle = 0.5 * range.s_min + 0.5 * range.s_max;
   layout.radius = extent / 2 / ::tanh(edge);
   layout.s_min = range.s_min;
@@ -101,8 +103,9 @@ BOLTZATTN_HD Layout make_layout(const Range& range, int query_nodes, int key_nod
 // A core entry costs an exponential besides its products.
 BOLTZATTN_HD double layout_cost(const Layout& layout, int64_t n_q, int64_t n_k, int64_t dv) {
   const double core = double(layout.query.panels) * layout.query.nodes * layout.key.panels *
-                      layout.key.nodes * (2.0 * (dv + 1) + 30);
-  return core + double(dv + 1) * (double(n_q) * layout.query.nodes + double(n_k) * layout.key.nodes);
+                      layout.key.nodes * (2.0 * (dv + 1) + 50);
+  return core +
+         double(dv + 1) * (double(n_q) * layout.query.nodes + double(n_k) * layout.key.nodes);
 }
 
 // The cheapest layout that reaches `precision`.

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 
 #include "cpu/isa.h"
+#include "layout.h"
 
 namespace py = pybind11;
 
@@ -13,8 +14,8 @@ PYBIND11_MODULE(_C, m) {
     py::dict record;
     record["torch"] = BOLTZATTN_TORCH_VERSION;
     record["compiler"] = __VERSION__;
-    record["pybind11"] = PYBIND11_TOSTRING(PYBIND11_VERSION_MAJOR) "." PYBIND11_TOSTRING(
-        PYBIND11_VERSION_MINOR);
+    record["pybind11"] =
+        PYBIND11_TOSTRING(PYBIND11_VERSION_MAJOR) "." PYBIND11_TOSTRING(PYBIND11_VERSION_MINOR);
     return record;
   });
   m.def(
@@ -36,4 +37,34 @@ PYBIND11_MODULE(_C, m) {
           throw py::value_error(wanted + ": " + error);
       },
       py::arg("name"), "Run the kernels with another instruction set; None for the best.");
+
+  m.def(
+      "layout",
+      [](double t_min, double t_max, double s_min, double s_max, int64_t keys, int query_nodes,
+         int key_nodes, double precision) {
+        const boltzattn::Layout layout = boltzattn::make_layout({t_min, t_max, s_min, s_max, keys},
+                                                                query_nodes, key_nodes, precision);
+        py::list query, key;
+        for (int k = 0; k < layout.query.panels; ++k)
+          for (int i = 0; i < query_nodes; ++i) query.append(boltzattn::query_node(layout, k, i));
+        for (int k = 0; k < layout.key.panels; ++k)
+          for (int i = 0; i < key_nodes; ++i)
+            key.append(boltzattn::key_node(layout, k, i) + layout.middle);
+        py::dict result;
+        result["query_panels"] = layout.query.panels;
+        result["query_origin"] = layout.query.origin;
+        result["query_half"] = layout.query.half;
+        result["key_panels"] = layout.key.panels;
+        result["key_origin"] = layout.key.origin;
+        result["key_half"] = layout.key.half;
+        result["tau"] = layout.tau;
+        result["middle"] = layout.middle;
+        result["radius"] = layout.radius;
+        result["query_nodes"] = query;
+        result["key_nodes"] = key;
+        return result;
+      },
+      py::arg("t_min"), py::arg("t_max"), py::arg("s_min"), py::arg("s_max"), py::arg("keys"),
+      py::arg("query_nodes"), py::arg("key_nodes"), py::arg("precision"),
+      "Panels and node positions of a layout: what boltzattn.layout computes too.");
 }

@@ -52,7 +52,9 @@ struct OnlineSoftmax {
     return sum == T(0) ? -INFINITY : double(max) * kLn2 + ::log(double(sum));
   }
 
-  BOLTZATTN_HD static T power_of_2(T x) { return sizeof(T) == 4 ? T(::exp2f(float(x))) : T(::exp2(double(x))); }
+  BOLTZATTN_HD static T power_of_2(T x) {
+    return sizeof(T) == 4 ? T(::exp2f(float(x))) : T(::exp2(double(x)));
+  }
 };
 
 }  // namespace boltzattn

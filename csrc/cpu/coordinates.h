@@ -23,22 +23,26 @@ BOLTZATTN_INLINE Vec<double> log_of(Vec<double> x) {
   return e * kLn2 + (z * 2.0 + z * y * sum);
 }
 
-constexpr int64_t kChunk = 1024;  // tokens whose rows stay in the second-level cache
+constexpr int64_t kChunk = 4096;  // tokens that are sorted together
 constexpr int64_t kTile = 48;     // tokens of one panel that are worked on together
 
+// Where the tokens of a chunk fall. Lives in scratch memory: it is too large for a stack.
 struct Coordinates {
-  double u[kChunk];  // the token's number on entry, its warped coordinate afterwards
+  double u[kChunk];      // the token's number on entry, then its warped coordinate
+  double place[kChunk];  // in [-1, 1] on its panel
   int32_t panel[kChunk];
+  uint8_t skip[kChunk];
+  int32_t order[kChunk];
 
   // u = asinh(t / tau); absolute accuracy is what counts, so no care is taken near 0.
   void warp_queries(const Layout& layout, int64_t count) {
     const double inverse = 1 / layout.tau;
-    double root[kChunk];
+    double* root = place;
     for (int64_t i = 0; i < count; ++i) {
       u[i] *= inverse;
       root[i] = __builtin_sqrt(u[i] * u[i] + 1);
     }
-    for (int64_t i = 0; i < round_up(count, kLanes<double>); i += kLanes<double>) {
+    for (int64_t i = 0; i < count; i += kLanes<double>) {
       const Vec<double> x = load(u + i), magnitude = x < 0.0 ? -x : x;
       const Vec<double> w = log_of(magnitude + load(root + i));
       store(u + i, x < 0.0 ? -w : w);
@@ -48,15 +52,14 @@ struct Coordinates {
   // w = atanh((s - middle) / radius)
   void warp_keys(const Layout& layout, int64_t count) {
     const double inverse = 1 / layout.radius;
-    for (int64_t i = 0; i < round_up(count, kLanes<double>); i += kLanes<double>) {
+    for (int64_t i = 0; i < count; i += kLanes<double>) {
       const Vec<double> y = (load(u + i) - layout.middle) * inverse;
       store(u + i, log_of((1.0 + y) / (1.0 - y)) * 0.5);
     }
   }
 
-  // Splits u into a panel and a place in [-1, 1] on it.
-  template <class T>
-  void locate(const Axis& axis, int64_t count, T* place) {
+  // Splits u into a panel and a place on it.
+  void locate(const Axis& axis, int64_t count) {
     const double inverse = 0.5 / axis.half, origin = axis.origin;
     const int32_t last = axis.panels - 1;
     for (int64_t i = 0; i < count; ++i) {
@@ -65,67 +68,61 @@ struct Coordinates {
       p = p < 0 ? 0 : p;
       p = p > last ? last : p;
       panel[i] = p;
-      place[i] = T(2 * (f - p) - 1);
+      place[i] = 2 * (f - p) - 1;
     }
+  }
+
+  // Orders the tokens by panel, leaving out masked ones: those of panel p are
+  // order[start[p]] .. order[start[p + 1] - 1], in their old order.
+  void sort(bool masked, int64_t count, int panels, int32_t* start) {
+    for (int p = 0; p <= panels; ++p) start[p] = 0;
+    if (masked) {
+      for (int64_t i = 0; i < count; ++i) start[panel[i]] += !skip[i];
+    } else {
+      for (int64_t i = 0; i < count; ++i) start[panel[i]] += 1;
+    }
+    for (int p = 0, sum = 0; p <= panels; ++p) sum += start[p], start[p] = sum;
+    for (int64_t i = count - 1; i >= 0; --i)
+      if (!masked || !skip[i]) order[--start[panel[i]]] = int32_t(i);
   }
 };
 
 // Weights of the Lagrange basis: weight[a][i] = prod_{b != a} (x_i - x_b) / (x_a - x_b).
-// Products from both ends keep every factor and need no division.
+// Products from both ends keep every factor and need no division. In fp64: the nodes rounded to
+// fp32 would be other nodes than those the tables were made for.
 template <class T>
 struct Lagrange {
   int nodes;
-  T node[kMostNodes];
-  T factor[kMostNodes];  // 1 / prod_{b != a} (x_a - x_b)
+  double node[kMostNodes];
+  double factor[kMostNodes];  // 1 / prod_{b != a} (x_a - x_b)
 
   explicit Lagrange(int count) : nodes(count) {
+    for (int a = 0; a < nodes; ++a) node[a] = chebyshev_node(nodes, a);
     for (int a = 0; a < nodes; ++a) {
-      double product = 1;
+      factor[a] = 1;
       for (int b = 0; b < nodes; ++b)
-        if (b != a) product *= chebyshev_node(nodes, a) - chebyshev_node(nodes, b);
-      node[a] = T(chebyshev_node(nodes, a));
-      factor[a] = T(1 / product);
+        if (b != a) factor[a] /= node[a] - node[b];
     }
   }
 
-  // place[kTile] -> weight[nodes][kTile]; places past `count` are padding and get weight 0.
-  void weigh(const T* place, int64_t count, T* weight) const {
-    constexpr int L = kLanes<T>;
-    for (int64_t i = 0; i < round_up(count, L); i += L) {
-      const Vec<T> x = load(place + i);
-      Vec<T> product = splat<T>(1);
+  // place[kTile] -> weight[nodes][kTile]
+  void weigh(const double* place, int64_t count, T* weight) const {
+    constexpr int L = kLanes<double>;
+    typedef T Narrow __attribute__((vector_size(L * sizeof(T))));
+    Vec<double> left[kMostNodes];
+    for (int64_t i = 0; i < count; i += L) {
+      const Vec<double> x = load(place + i);
+      Vec<double> product = splat<double>(1);
       for (int a = 0; a < nodes; ++a) {
-        store(weight + a * kTile + i, product * factor[a]);
+        left[a] = product * factor[a];
         product *= x - node[a];
       }
-      product = splat<T>(1);
+      product = splat<double>(1);
       for (int a = nodes - 1; a >= 0; --a) {
-        store(weight + a * kTile + i, load(weight + a * kTile + i) * product);
+        const Narrow w = __builtin_convertvector(left[a] * product, Narrow);
+        __builtin_memcpy(weight + a * kTile + i, &w, sizeof w);
         product *= x - node[a];
       }
     }
-    for (int a = 0; a < nodes; ++a)
-      for (int64_t i = count; i < kTile; ++i) weight[a * kTile + i] = 0;
-  }
-};
-
-// Tokens of a chunk in the order of their panels.
-struct Sorted {
-  int32_t order[kChunk];
-  const int32_t* start;  // [panels + 1]
-
-  // Tokens with skip[i] != 0 are left out. `counts` holds panels + 1 numbers.
-  void sort(const int32_t* panel, const uint8_t* skip, int64_t count, int panels, int32_t* counts) {
-    for (int p = 0; p <= panels; ++p) counts[p] = 0;
-    for (int64_t i = 0; i < count; ++i) counts[panel[i] + 1] += !(skip && skip[i]);
-    for (int p = 0; p < panels; ++p) counts[p + 1] += counts[p];
-    for (int64_t i = count - 1; i >= 0; --i)
-      if (!(skip && skip[i])) order[--counts[panel[i] + 1]] = int32_t(i);
-    // Each counter has run down to the start of its panel; shift them into place.
-    int32_t total = 0;
-    for (int64_t i = 0; i < count; ++i) total += !(skip && skip[i]);
-    for (int p = 0; p < panels; ++p) counts[p] = counts[p + 1];
-    counts[panels] = total;
-    start = counts;
   }
 };

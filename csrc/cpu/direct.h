@@ -18,8 +18,8 @@ using ScoreTile = void (*)(int64_t rows, int64_t rank, const T* q, const T* k, T
 template <class T, int Rank>
 static void score_tile(int64_t rows, int64_t rank, const T* q, const T* k, T* scores) {
   for (int64_t i = 0; i < rows; i += kTileRows)
-    gemm_rows<T, kTileRows, false, Rank>(kKeyBlock / kLanes<T>, int(rank), {q + i * rank, rank, 1}, k,
-                                         kKeyBlock, scores + i * kKeyBlock, kKeyBlock);
+    gemm_rows<T, kTileRows, false, Rank>(kKeyBlock / kLanes<T>, int(rank), {q + i * rank, rank, 1},
+                                         k, kKeyBlock, scores + i * kKeyBlock, kKeyBlock);
 }
 
 template <class T, int... Ranks>
@@ -109,11 +109,10 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
   const Panels<T> value_tile{call.dv, kKeyBlock};
   const Panels<T> sums{call.dv, row_end - first_row};
   const int64_t rows = sums.rows;
-  Scratch<Slot::kTask> scratch(
-      int64_t(sizeof(T)) * (round_up(rows, kTileRows) * call.rank +
-                            kKeyBlock * (call.rank + kRowBlock + 2) + value_tile.size() +
-                            sums.size() + 2 * rows),
-      8);
+  Scratch<Slot::kTask> scratch(int64_t(sizeof(T)) * (round_up(rows, kTileRows) * call.rank +
+                                                     kKeyBlock * (call.rank + kRowBlock + 2) +
+                                                     value_tile.size() + sums.size() + 2 * rows),
+                               8);
   T* q = scratch.take<T>(round_up(rows, kTileRows) * call.rank);
   T* k = scratch.take<T>(call.rank * kKeyBlock);
   T* v = scratch.take<T>(value_tile.size());
@@ -222,14 +221,14 @@ template <class T>
 static void direct_backward_keys(const AttentionGradient& g, const T* delta, int64_t h,
                                  int64_t first_key, int64_t key_end, T* dq_share) {
   const Attention& call = g.call;
-  const Panels<T> by_value{call.dv, kKeyBlock};       // dV
-  const Panels<T> by_key{kKeyBlock, call.dv};         // V^T
-  const Panels<T> grad_tile{call.dv, kRowBlock};      // grad_out as the right factor of dV
+  const Panels<T> by_value{call.dv, kKeyBlock};   // dV
+  const Panels<T> by_key{kKeyBlock, call.dv};     // V^T
+  const Panels<T> grad_tile{call.dv, kRowBlock};  // grad_out as the right factor of dV
   Scratch<Slot::kTask> scratch(
-      int64_t(sizeof(T)) * (by_value.size() + by_key.size() + grad_tile.size() +
-                            kRowBlock * call.dv + 2 * call.rank * kKeyBlock +
-                            kRowBlock * (call.rank + 2) + 3 * kRowBlock * kKeyBlock +
-                            2 * kKeyBlock),
+      int64_t(sizeof(T)) *
+          (by_value.size() + by_key.size() + grad_tile.size() + kRowBlock * call.dv +
+           2 * call.rank * kKeyBlock + kRowBlock * (call.rank + 2) + 3 * kRowBlock * kKeyBlock +
+           2 * kKeyBlock),
       14);
   T* k = scratch.take<T>(call.rank * kKeyBlock);
   T* dk = scratch.take<T>(call.rank * kKeyBlock);
@@ -357,7 +356,7 @@ static void direct_backward(const AttentionGradient& g, int64_t first_head, int6
       for (int64_t c = 0; c < size; ++c) sum[c] += share[c];
     }
     for (int64_t c = 0; c < size; ++c) sum[c] *= T(call.scale);
-    write_block(sum, rank, 1, least(rows, n_q - first), rank,
-                g.grad_query, first_head + index, first, 0);
+    write_block(sum, rank, 1, least(rows, n_q - first), rank, g.grad_query, first_head + index,
+                first, 0);
   });
 }

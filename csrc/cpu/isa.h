@@ -5,6 +5,14 @@
 
 namespace boltzattn {
 
+// What the transform makes of a head, for `explain` and for tests.
+struct TransformReport {
+  double served;       // 0: the head goes to `direct`
+  double certificate;  // bound of the error of out, relative to max|value|
+  double product;      // B = max|t| R
+  double query_panels, query_nodes, key_panels, key_nodes;
+};
+
 struct Kernels {
   const char* name;
   bool (*supported)();
@@ -12,6 +20,7 @@ struct Kernels {
   void (*direct_backward)(const AttentionGradient&);
   void (*transform_forward)(const Attention&);
   void (*transform_backward)(const AttentionGradient&);
+  void (*transform_report)(const Attention&, TransformReport*);  // one per head
 };
 
 extern const Kernels kAvx512, kAvx2, kPortable;

@@ -12,9 +12,9 @@
 #if defined(__x86_64__)
 
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,prfchw"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,prfchw")
 #endif
 #define BOLTZATTN_ISA avx2
 #define BOLTZATTN_VECTOR_BYTES 32
@@ -28,13 +28,19 @@ namespace boltzattn {
 static bool supported() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
-const Kernels kAvx2 = {"avx2", supported, avx2::direct_forward_any, avx2::direct_backward_any, avx2::transform_forward_any, avx2::transform_backward_any};
+const Kernels kAvx2 = {"avx2",
+                       supported,
+                       avx2::direct_forward_any,
+                       avx2::direct_backward_any,
+                       avx2::transform_forward_any,
+                       avx2::transform_backward_any,
+                       avx2::transform_report_any};
 }  // namespace boltzattn
 
 #else
 
 namespace boltzattn {
-const Kernels kAvx2 = {"avx2", [] { return false; }, nullptr, nullptr, nullptr, nullptr};
+const Kernels kAvx2 = {"avx2", [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr};
 }  // namespace boltzattn
 
 #endif

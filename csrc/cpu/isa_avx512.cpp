@@ -12,9 +12,11 @@
 #if defined(__x86_64__)
 
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#pragma clang attribute push(                                                      \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prfchw"))), \
+    apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prfchw")
 #endif
 #define BOLTZATTN_ISA avx512
 #define BOLTZATTN_VECTOR_BYTES 64
@@ -29,13 +31,20 @@ static bool supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-const Kernels kAvx512 = {"avx512", supported, avx512::direct_forward_any, avx512::direct_backward_any, avx512::transform_forward_any, avx512::transform_backward_any};
+const Kernels kAvx512 = {"avx512",
+                         supported,
+                         avx512::direct_forward_any,
+                         avx512::direct_backward_any,
+                         avx512::transform_forward_any,
+                         avx512::transform_backward_any,
+                         avx512::transform_report_any};
 }  // namespace boltzattn
 
 #else
 
 namespace boltzattn {
-const Kernels kAvx512 = {"avx512", [] { return false; }, nullptr, nullptr, nullptr, nullptr};
+const Kernels kAvx512 = {"avx512", [] { return false; }, nullptr, nullptr, nullptr, nullptr,
+                         nullptr};
 }  // namespace boltzattn
 
 #endif

@@ -15,6 +15,14 @@
 #include "cpu/kernels.inc.h"
 
 namespace boltzattn {
-static bool supported() { return true; }
-const Kernels kPortable = {"portable", supported, portable::direct_forward_any, portable::direct_backward_any, portable::transform_forward_any, portable::transform_backward_any};
+static bool supported() {
+  return true;
+}
+const Kernels kPortable = {"portable",
+                           supported,
+                           portable::direct_forward_any,
+                           portable::direct_backward_any,
+                           portable::transform_forward_any,
+                           portable::transform_backward_any,
+                           portable::transform_report_any};
 }  // namespace boltzattn

@@ -17,9 +17,13 @@
 
 namespace boltzattn {
 
-int64_t thread_count() { return torch::stable::get_num_threads(); }
+int64_t thread_count() {
+  return torch::stable::get_num_threads();
+}
 
-void throw_bad_alloc() { throw std::bad_alloc(); }
+void throw_bad_alloc() {
+  throw std::bad_alloc();
+}
 
 void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* context) {
   const int64_t threads = std::min(tasks, thread_count());
@@ -42,13 +46,19 @@ using OptionalTensor = std::optional<Tensor>;
 
 DType dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
-    case ScalarType::Double: return DType::kFloat64;
-    case ScalarType::Float: return DType::kFloat32;
-    case ScalarType::BFloat16: return DType::kBFloat16;
-    case ScalarType::Half: return DType::kFloat16;
+    case ScalarType::Double:
+      return DType::kFloat64;
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
     case ScalarType::Bool:
-    case ScalarType::Long: return DType::kBool;  // opaque to the readers of numbers
-    default: STD_TORCH_CHECK(false, "boltzattn: unsupported dtype");
+    case ScalarType::Long:
+      return DType::kBool;  // opaque to the readers of numbers
+    default:
+      STD_TORCH_CHECK(false, "boltzattn: unsupported dtype");
   }
 }
 
@@ -159,24 +169,23 @@ using Forward = void (*)(const Attention&);
 using Backward = void (*)(const AttentionGradient&);
 
 template <Forward Kernels::* kernel>
-std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
-                                          OptionalTensor attn_mask, OptionalTensor key_mask,
-                                          OptionalTensor seed, double scale, double dropout_p,
-                                          bool is_causal) {
+std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask,
+                                   OptionalTensor key_mask, OptionalTensor seed, double scale,
+                                   double dropout_p, bool is_causal) {
   Tensor out = torch::stable::new_empty(query, shape_with(query, value.size(value.dim() - 1)));
   Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
   Descriptions d(query);
-  (kernels().*kernel)(describe(d, query, key, value, attn_mask, key_mask, seed, scale,
-                                    dropout_p, is_causal, out, lse));
+  (kernels().*kernel)(describe(d, query, key, value, attn_mask, key_mask, seed, scale, dropout_p,
+                               is_causal, out, lse));
   return {out, lse};
 }
 
 template <Backward Kernels::* kernel>
-std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse,
-                                                   Tensor query, Tensor key, Tensor value,
-                                                   Tensor out, Tensor lse, OptionalTensor attn_mask,
-                                                   OptionalTensor key_mask, OptionalTensor seed,
-                                                   double scale, double dropout_p, bool is_causal) {
+std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query,
+                                            Tensor key, Tensor value, Tensor out, Tensor lse,
+                                            OptionalTensor attn_mask, OptionalTensor key_mask,
+                                            OptionalTensor seed, double scale, double dropout_p,
+                                            bool is_causal) {
   Tensor grad_query = torch::stable::new_empty(query, shape_of(query));
   Tensor grad_key = torch::stable::new_empty(key, shape_of(key));
   Tensor grad_value = torch::stable::new_empty(value, shape_of(value));
@@ -193,14 +202,35 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad
   return {grad_query, grad_key, grad_value};
 }
 
+// [heads, 7] in the order of TransformReport.
+Tensor transform_report(Tensor query, Tensor key, Tensor value, OptionalTensor key_mask,
+                        double scale) {
+  Descriptions d(query);
+  Attention call{};
+  call.heads = d.heads();
+  call.n_q = query.size(query.dim() - 2);
+  call.n_k = key.size(key.dim() - 2);
+  call.rank = 1;
+  call.dv = value.size(value.dim() - 1);
+  call.scale = scale;
+  call.query = d.matrix(query, call.n_q, 1);
+  call.key = d.matrix(key, call.n_k, 1);
+  call.value = d.matrix(value, call.n_k, call.dv);
+  call.key_mask = d.row_vector(key_mask, call.n_k);
+  Tensor reports = torch::stable::new_empty(
+      query, {call.heads, int64_t(sizeof(TransformReport) / sizeof(double))}, ScalarType::Double);
+  kernels().transform_report(call, static_cast<TransformReport*>(reports.data_ptr()));
+  return reports;
+}
+
 }  // namespace
 }  // namespace boltzattn
 
-#define BOLTZATTN_FORWARD                                                                         \
+#define BOLTZATTN_FORWARD                                                                        \
   "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_mask, Tensor? seed, " \
   "float scale, float dropout_p, bool is_causal) -> (Tensor, Tensor)"
-#define BOLTZATTN_BACKWARD                                                                       \
-  "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "    \
+#define BOLTZATTN_BACKWARD                                                                        \
+  "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "      \
   "Tensor lse, Tensor? attn_mask, Tensor? key_mask, Tensor? seed, float scale, float dropout_p, " \
   "bool is_causal) -> (Tensor, Tensor, Tensor)"
 
@@ -209,6 +239,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
   m.def("cpu_direct_backward" BOLTZATTN_BACKWARD);
   m.def("cpu_transform_forward" BOLTZATTN_FORWARD);
   m.def("cpu_transform_backward" BOLTZATTN_BACKWARD);
+  m.def(
+      "cpu_transform_report(Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale) "
+      "-> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(boltzattn, CompositeExplicitAutograd, m) {
@@ -216,5 +249,6 @@ STABLE_TORCH_LIBRARY_IMPL(boltzattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_direct_forward", TORCH_BOX(&boltzattn::forward<&Kernels::direct_forward>));
   m.impl("cpu_direct_backward", TORCH_BOX(&boltzattn::backward<&Kernels::direct_backward>));
   m.impl("cpu_transform_forward", TORCH_BOX(&boltzattn::forward<&Kernels::transform_forward>));
+  m.impl("cpu_transform_report", TORCH_BOX(&boltzattn::transform_report));
   m.impl("cpu_transform_backward", TORCH_BOX(&boltzattn::backward<&Kernels::transform_backward>));
 }

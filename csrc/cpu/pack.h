@@ -41,8 +41,12 @@ BOLTZATTN_INLINE T widen(Float16 x) {
   return T(from_bits(to_bits(f) | uint32_t(x.bits & 0x8000) << 16));
 }
 
-BOLTZATTN_INLINE void narrow(double x, double* to) { *to = x; }
-BOLTZATTN_INLINE void narrow(float x, float* to) { *to = x; }
+BOLTZATTN_INLINE void narrow(double x, double* to) {
+  *to = x;
+}
+BOLTZATTN_INLINE void narrow(float x, float* to) {
+  *to = x;
+}
 // Round to nearest, ties to even; NaN stays a (quiet) NaN.
 BOLTZATTN_INLINE void narrow(float x, BFloat16* to) {
   const uint32_t bits = to_bits(x);
@@ -77,11 +81,16 @@ template <class Go>
 BOLTZATTN_INLINE void with_type(const Matrix& m, int64_t h, int64_t row, int64_t column, Go go) {
   const int64_t offset = m.head[h] + row * m.row + column * m.column;
   switch (m.dtype) {
-    case DType::kFloat64: return go(static_cast<double*>(m.data) + offset);
-    case DType::kFloat32: return go(static_cast<float*>(m.data) + offset);
-    case DType::kBFloat16: return go(static_cast<BFloat16*>(m.data) + offset);
-    case DType::kFloat16: return go(static_cast<Float16*>(m.data) + offset);
-    case DType::kBool: return;  // masks of truth values are read where their meaning is known
+    case DType::kFloat64:
+      return go(static_cast<double*>(m.data) + offset);
+    case DType::kFloat32:
+      return go(static_cast<float*>(m.data) + offset);
+    case DType::kBFloat16:
+      return go(static_cast<BFloat16*>(m.data) + offset);
+    case DType::kFloat16:
+      return go(static_cast<Float16*>(m.data) + offset);
+    case DType::kBool:
+      return;  // masks of truth values are read where their meaning is known
   }
 }
 
@@ -91,6 +100,18 @@ static void read_block(const Matrix& m, int64_t h, int64_t first_row, int64_t fi
                        int64_t rows, int64_t columns, T* to, int64_t to_row, int64_t to_column) {
   with_type(m, h, first_row, first_column, [&](auto* from) {
     read_block(from, m.row, m.column, rows, columns, to, to_row, to_column);
+  });
+}
+
+// Column 0 of `count` rows: the numbers of rank-1 queries and keys, or a vector over rows.
+template <class T>
+static void read_column(const Matrix& m, int64_t h, int64_t first, int64_t count, T* to) {
+  with_type(m, h, first, 0, [&](auto* from) {
+    if (m.row == 1) {
+      for (int64_t i = 0; i < count; ++i) to[i] = widen<T>(from[i]);
+    } else {
+      for (int64_t i = 0; i < count; ++i) to[i] = widen<T>(from[i * m.row]);
+    }
   });
 }
 
@@ -154,8 +175,7 @@ struct Panels {
     for (int64_t p = 0; p < this->count(); ++p, to += rows * kPanelWidth<T>) {
       const int64_t begin = p * kPanelWidth<T>;
       const int64_t here = least(kPanelWidth<T>, count - begin);
-      if (here < kPanelWidth<T>)
-        __builtin_memset(to, 0, size_t(rows * kPanelWidth<T>) * sizeof(T));
+      if (here < kPanelWidth<T>) __builtin_memset(to, 0, size_t(rows * kPanelWidth<T>) * sizeof(T));
       if (here > 0) read_block(m, h, first + begin, 0, here, rows, to, 1, kPanelWidth<T>);
     }
   }

@@ -15,8 +15,8 @@ int64_t thread_count();
 
 template <class Body>
 static void parallel(int64_t tasks, Body body) {
-  run_tasks(tasks, [](void* context, int64_t task) { (*static_cast<Body*>(context))(task); },
-            &body);
+  run_tasks(
+      tasks, [](void* context, int64_t task) { (*static_cast<Body*>(context))(task); }, &body);
 }
 
 }  // namespace boltzattn

@@ -4,13 +4,12 @@
 // A product either sums rows into the nodes of a panel (moments) or spreads a panel's table over
 // rows (evaluate). Rows are addressed by pointers, so tokens are never copied just to be sorted.
 
-constexpr int kNodeRows = 4;   // nodes, or tokens, of one register tile
-constexpr int kRowVectors = 3;  // vectors of a row in one register tile
+constexpr int kNodeRows = 4;  // nodes, or tokens, of one register tile
 
-// acc[kNodeRows][.] += sum over tokens of weight[.][token] row[token]
-template <class T, int Vectors>
-BOLTZATTN_INLINE void moments_tile(int tokens, const T* weight, const T* const* rows, int64_t offset,
-                                   T* acc, int64_t width) {
+// acc[kNodeRows][.] += sum over tokens of weight[.][token] (row[token] - centre)
+template <class T, int Vectors, bool Centred>
+BOLTZATTN_INLINE void moments_tile(int tokens, const T* weight, const T* const* rows,
+                                   const T* centre, int64_t offset, T* acc, int64_t width) {
   constexpr int L = kLanes<T>;
   Vec<T> sum[kNodeRows][Vectors];
 #pragma GCC unroll 4
@@ -21,7 +20,8 @@ BOLTZATTN_INLINE void moments_tile(int tokens, const T* weight, const T* const* 
     const T* row = rows[i] + offset;
     Vec<T> line[Vectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) line[v] = load(row + v * L);
+    for (int v = 0; v < Vectors; ++v)
+      line[v] = Centred ? load(row + v * L) - load(centre + offset + v * L) : load(row + v * L);
 #pragma GCC unroll 4
     for (int a = 0; a < kNodeRows; ++a) {
       const Vec<T> x = splat(weight[a * kTile + i]);
@@ -59,18 +59,19 @@ BOLTZATTN_INLINE void evaluate_tile(int nodes, const T* weight, const T* table, 
 }
 
 // `width` is a whole number of vectors, `nodes` of kNodeRows.
-template <class T>
-static void add_moments(int nodes, int tokens, const T* weight, const T* const* rows, T* acc,
-                        int64_t width) {
+template <class T, bool Centred>
+static void add_moments(int nodes, int tokens, const T* weight, const T* const* rows,
+                        const T* centre, T* acc, int64_t width) {
   constexpr int L = kLanes<T>;
-  for (int a = 0; a < nodes; a += kNodeRows, weight += kNodeRows * kTile, acc += kNodeRows * width) {
+  for (int a = 0; a < nodes;
+       a += kNodeRows, weight += kNodeRows * kTile, acc += kNodeRows * width) {
     int64_t c = 0;
     for (; c + 3 * L <= width; c += 3 * L)
-      moments_tile<T, 3>(tokens, weight, rows, c, acc + c, width);
+      moments_tile<T, 3, Centred>(tokens, weight, rows, centre, c, acc + c, width);
     if (c + 2 * L <= width) {
-      moments_tile<T, 2>(tokens, weight, rows, c, acc + c, width);
+      moments_tile<T, 2, Centred>(tokens, weight, rows, centre, c, acc + c, width);
     } else if (c < width) {
-      moments_tile<T, 1>(tokens, weight, rows, c, acc + c, width);
+      moments_tile<T, 1, Centred>(tokens, weight, rows, centre, c, acc + c, width);
     }
   }
 }
@@ -97,6 +98,19 @@ template <class T>
 BOLTZATTN_INLINE bool in_place(const Matrix& m, int64_t columns) {
   const DType wanted = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
   return m.dtype == wanted && m.column == 1 && columns % kLanes<T> == 0;
+}
+
+// Fetches rows in the order of memory, long before they are used in the order of panels: random
+// access defeats the hardware's own guesses.
+template <class T, bool Write>
+BOLTZATTN_INLINE void prefetch_rows(const Matrix& m, int64_t h, int64_t columns, int64_t first,
+                                    int64_t rows) {
+  const T* base = static_cast<const T*>(m.data) + m.head[h];
+  for (int64_t i = first; i < first + rows; ++i) {
+    const char* p = reinterpret_cast<const char*>(base + i * m.row);
+    for (int64_t b = 0; b < columns * int64_t(sizeof(T)); b += kCacheLine)
+      __builtin_prefetch(p + b, Write, 2);
+  }
 }
 
 // Pointers to the rows of a tile of tokens: into the tensor, or into a copy that is converted and
@@ -130,15 +144,8 @@ struct RowReader {
       row[i] = to;
     }
   }
-  // Asks for the rows of the tile after this one: their order defeats the hardware's guess.
-  void prefetch(int64_t first, const int32_t* order, int64_t tokens) const {
-    if (!direct) return;
-    const T* base = static_cast<const T*>(m.data) + m.head[h];
-    for (int64_t i = 0; i < tokens; ++i) {
-      const char* p = reinterpret_cast<const char*>(base + (first + order[i]) * m.row);
-      for (int64_t b = 0; b < columns * int64_t(sizeof(T)); b += kCacheLine)
-        __builtin_prefetch(p + b);
-    }
+  void prefetch(int64_t first, int64_t rows) const {
+    if (direct) prefetch_rows<T, false>(m, h, columns, first, rows);
   }
 };
 
@@ -164,6 +171,9 @@ struct RowWriter {
       row[i] = direct ? base + (first + order[i]) * m.row : copy + i * width;
     for (int64_t i = tokens; i < round_up(tokens, kNodeRows); ++i)
       row[i] = copy + (kTile - 1) * width;
+  }
+  void prefetch(int64_t first, int64_t rows) const {
+    if (direct) prefetch_rows<T, true>(m, h, columns, first, rows);
   }
   void write(int64_t first, const int32_t* order, int64_t tokens) {
     if (direct) return;

@@ -1,10 +1,18 @@
 // Scratch memory. Included inside an ISA's namespace, and free of std:: containers on purpose:
 // their shared inline code must not be compiled with instructions the machine might lack.
 
-BOLTZATTN_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-BOLTZATTN_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-BOLTZATTN_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-BOLTZATTN_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+BOLTZATTN_INLINE int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+BOLTZATTN_INLINE int64_t round_up(int64_t a, int64_t b) {
+  return ceil_div(a, b) * b;
+}
+BOLTZATTN_INLINE int64_t least(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+BOLTZATTN_INLINE int64_t most(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
 
 constexpr int64_t kCacheLine = 64;
 
