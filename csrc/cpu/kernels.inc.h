@@ -6,15 +6,16 @@
 namespace boltzattn {
 namespace BOLTZATTN_ISA {
 
-#include "cpu/coordinates.h"
-#include "cpu/direct.h"
-#include "cpu/dropout.h"
+// In the order in which they build on each other.
+#include "cpu/simd.h"
+#include "cpu/workspace.h"
 #include "cpu/gemm.h"
 #include "cpu/pack.h"
+#include "cpu/dropout.h"
+#include "cpu/direct.h"
+#include "cpu/coordinates.h"
 #include "cpu/rows.h"
-#include "cpu/simd.h"
 #include "cpu/transform.h"
-#include "cpu/workspace.h"
 
 static void direct_forward_any(const Attention& a) {
   a.query.dtype == DType::kFloat64 ? direct_forward<double>(a, 0, a.heads)
