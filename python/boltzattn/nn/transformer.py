@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from boltzattn.nn.attention import LowRankAttention
 
-# Hidden activations held at once when no gradient is needed: 2^22 in fp64 are 32 MB.
-HIDDEN_AT_ONCE = 1 << 22
+# Hidden activations held at once when no gradient is needed. 4 MB of fp64: larger pieces leave the
+# caches and are slower (every piece faults in fresh pages), not only bigger.
+HIDDEN_AT_ONCE = 1 << 19
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 FORMS = ("paper", "standard")
