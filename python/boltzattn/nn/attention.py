@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from boltzattn import backends, reference
 from boltzattn.functional import attention, self_attention
+from boltzattn.nn.approximation import Approximation, truncate
+from boltzattn.nn.inputs import check_inputs, check_mask
 
 
 class _DeclineFastPath:
@@ -157,6 +160,7 @@ class LowRankAttention(nn.Module):
         self.scale = scale
         self.method = method
         self.backend = backend
+        self.approximation: Approximation | None = None  # set by from_multihead
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         widths = self._widths = (num_heads * rank, num_heads * rank, num_heads * self.head_dim)
@@ -191,6 +195,80 @@ class LowRankAttention(nn.Module):
             nn.init.zeros_(self.out_proj.bias)
         if self.log_temperature is not None:
             nn.init.zeros_(self.log_temperature)
+
+    @classmethod
+    def from_multihead(
+        cls,
+        mha: nn.MultiheadAttention,
+        rank: int,
+        *,
+        method: str = "auto",
+        backend: str = "auto",
+    ) -> LowRankAttention:
+        """The layer nearest to `mha` among those whose heads have this rank.
+
+        Values and output projection are kept; each head's bilinear form is replaced by its best
+        approximation of rank `rank` (see `boltzattn.nn.approximation.truncate`). The result is
+        exact to rounding for `rank >= mha.head_dim`. What was kept is in `.approximation`.
+
+        Example:
+            >>> mha = torch.nn.MultiheadAttention(64, 8, batch_first=True)
+            >>> print(LowRankAttention.from_multihead(mha, rank=8).approximation)
+            rank 8 -> 8, kept 100.0% of the logits' variance (worst head 100.0%)
+        """
+        if not isinstance(mha, nn.MultiheadAttention):
+            raise TypeError(f"mha must be an nn.MultiheadAttention, got {type(mha).__name__}")
+        if mha.in_proj_weight is not None:
+            w_q, w_k, w_v = mha.in_proj_weight.chunk(3)
+        else:
+            w_q, w_k, w_v = mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight
+        layer = cls(
+            mha.embed_dim,
+            mha.num_heads,
+            dropout=mha.dropout,
+            bias=mha.in_proj_bias is not None,
+            add_bias_kv=mha.bias_k is not None,
+            add_zero_attn=mha.add_zero_attn,
+            kdim=mha.kdim,
+            vdim=mha.vdim,
+            batch_first=mha.batch_first,
+            device=w_q.device,
+            dtype=w_q.dtype,
+            rank=rank,
+            method=method,
+            backend=backend,
+        )
+        b_q = b_v = None
+        if mha.in_proj_bias is not None:
+            b_q, _, b_v = mha.in_proj_bias.chunk(3)
+        new_q, new_b, new_k, layer.approximation = truncate(w_q, b_q, w_k, mha.num_heads, rank)
+        with torch.no_grad():
+            per_head = (mha.num_heads, rank)
+            width = new_q.shape[1]
+            # Coordinates beyond the form's own rank: a zero query makes them vanish, and the
+            # keys stay as drawn so that they can be learnt.
+            layer.q_proj_weight.zero_().unflatten(0, per_head)[:, :width] = new_q
+            layer.k_proj_weight.unflatten(0, per_head)[:, :width] = new_k
+            layer.v_proj_weight.copy_(w_v)
+            layer.out_proj.weight.copy_(mha.out_proj.weight)
+            if layer.in_proj_bias is not None:
+                to_q, to_k, to_v = layer.in_proj_bias.split(layer._widths)
+                to_q.zero_().unflatten(0, per_head)[:, :width] = new_b
+                to_k.zero_()
+                to_v.copy_(b_v)
+                layer.out_proj.bias.copy_(mha.out_proj.bias)
+        return layer.train(mha.training)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Accept the packed weight of an nn.MultiheadAttention of the same widths."""
+        packed = state_dict.get(prefix + "in_proj_weight")
+        if packed is not None and packed.shape[0] == sum(self._widths):
+            del state_dict[prefix + "in_proj_weight"]
+            for name, part in zip("qkv", packed.split(self._widths), strict=True):
+                state_dict[f"{prefix}{name}_proj_weight"] = part
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         shown = [
@@ -246,22 +324,33 @@ class LowRankAttention(nn.Module):
             The result in the shape of `query`, and the weights, `[batch, n_q, n_k]` or per head
             `[batch, num_heads, n_q, n_k]` (no batch axis if unbatched), or None.
         """
-        batched = query.ndim == 3
-        turned = batched and not self.batch_first
+        check_inputs(query, key, value, (self.embed_dim, self.kdim, self.vdim), self.batch_first)
+        turned = query.ndim == 3 and not self.batch_first
         is_self = query is key and key is value
         if turned:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        attn_mask = self._attn_mask(attn_mask, query, key)
+        if key_padding_mask is not None:
+            check_mask("key_padding_mask", key_padding_mask, [key.shape[:-1]])
+        if attn_mask is not None:
+            attn_mask = self._allowed(attn_mask, query, key)
+            if is_causal and query.shape[-2] == key.shape[-2]:
+                attn_mask = None
+            else:  # of a rectangle "causal" may mean two things; the mask says which
+                is_causal = False
+
         w_q, b_q, b_k, b_v = self._query_weight_and_biases()
-        call: dict[str, Any] = {
+        masks: dict[str, Any] = {
             "attn_mask": attn_mask,
-            "dropout_p": self.dropout if self.training else 0.0,
             "is_causal": is_causal,
-            "scale": self.scale,
             "key_padding_mask": key_padding_mask,
+        }
+        options: dict[str, Any] = {
+            "dropout_p": self.dropout if self.training else 0.0,
+            "scale": self.scale,
             "method": self.method,
             "backend": self.backend,
         }
+        weights = None
         if is_self and not need_weights:
             out = self_attention(
                 query,
@@ -274,19 +363,25 @@ class LowRankAttention(nn.Module):
                 b_k=b_k,
                 b_v=b_v,
                 b_o=self.out_proj.bias,
-                **call,
+                **masks,
+                **options,
             )
         else:
-            out = attention(
-                self._heads(query, w_q, b_q),
-                self._heads(key, self.k_proj_weight, b_k),
-                self._heads(value, self.v_proj_weight, b_v),
-                **call,
-            )
-            out = self.out_proj(out.transpose(-2, -3).flatten(-2))
+            q = self._heads(query, w_q, b_q)
+            k = self._heads(key, self.k_proj_weight, b_k)
+            v = self._heads(value, self.v_proj_weight, b_v)
+            heads: Any
+            if need_weights:
+                weights = self._weights(q, k, **masks)
+                heads = weights @ v
+            else:
+                heads = attention(q, k, v, **masks, **options)
+            out = self.out_proj(heads.transpose(-2, -3).flatten(-2))
+            if weights is not None and average_attn_weights:
+                weights = weights.mean(-3)
         if self.output_dropout > 0.0:
             out = F.dropout(out, self.output_dropout, self.training)
-        return (out.transpose(0, 1) if turned else out), None
+        return (out.transpose(0, 1) if turned else out), weights
 
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
@@ -295,7 +390,7 @@ class LowRankAttention(nn.Module):
         self,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """(w_q, b_q, b_k, b_v); a temperature is folded into the query's projection."""
-        w_q = self.q_proj_weight
+        w_q: Tensor = self.q_proj_weight
         b_q = b_k = b_v = None
         if self.in_proj_bias is not None:
             b_q, b_k, b_v = self.in_proj_bias.split(self._widths)
@@ -305,5 +400,30 @@ class LowRankAttention(nn.Module):
             b_q = None if b_q is None else b_q * factor
         return w_q, b_q, b_k, b_v
 
-    def _attn_mask(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-        return mask
+    def _weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        key_padding_mask: Tensor | None,
+    ) -> Tensor:
+        """The attention weights themselves, `[..., heads, n_q, n_k]`, after dropout."""
+        work = reference.accumulate_dtype(q.dtype)
+        scale = self.rank**-0.5 if self.scale is None else self.scale
+        key_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(-2)
+        with torch.autocast(q.device.type, enabled=False):
+            logits = reference.scores(q.to(work), k.to(work), attn_mask, key_mask, scale, is_causal)
+            weights, _ = reference.weights(logits)
+        weights = weights.to(q.dtype)
+        return F.dropout(weights, self.dropout, self.training) if self.dropout > 0.0 else weights
+
+    def _allowed(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """An attn_mask of nn.MultiheadAttention in the conventions of `boltzattn.attention`."""
+        n_q, n_k = query.shape[-2], key.shape[-2]
+        batch = query.shape[:-2]
+        stack = math.prod(batch) * self.num_heads
+        check_mask("attn_mask", mask, [(n_q, n_k), (stack, n_q, n_k)])
+        if mask.ndim == 3:
+            mask = mask.unflatten(0, (*batch, self.num_heads))
+        return ~mask if mask.dtype == torch.bool else mask

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -287,7 +287,7 @@ class OneLayerTransformer(nn.Module):
         z = z + self._attend(z, key_padding_mask)
         if self.ff2 is not None:
             z = self.ff2(z)
-        if self.out_proj is not None:
+        if self.out_proj is not None and self.out_norm is not None:
             z = self.out_proj(self.out_norm(z))
         return z
 
@@ -307,7 +307,7 @@ def _parameter(value: Tensor) -> nn.Parameter:
     return nn.Parameter(value.detach().clone(memory_format=torch.contiguous_format))
 
 
-def _check_shapes(given: str, wanted: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
+def _check_shapes(given: str, wanted: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:
     for name, (tensor, shape) in wanted.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(
