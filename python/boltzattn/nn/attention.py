@@ -133,6 +133,8 @@ class LowRankAttention(nn.Module):
                 )
         backends.check_name("method", method, backends.METHODS)
         backends.check_name("backend", backend, tuple(backends.BACKENDS))
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"scale must be a finite number, got {scale}")
         for name, p in (("dropout", dropout), ("output_dropout", output_dropout)):
             if not 0.0 <= p <= 1.0:
                 raise ValueError(f"{name} must be between 0 and 1, got {p}")

@@ -297,7 +297,7 @@ class OneLayerTransformer(nn.Module):
             seen = seen.flatten(0, -3)
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask.flatten(0, -2)
-        return self.attention(seen, seen, seen, key_padding_mask)[0].view(z.shape)
+        return self.attention(seen, seen, seen, key_padding_mask)[0].reshape(z.shape)
 
     def extra_repr(self) -> str:
         return f"form={self.form!r}"
