@@ -120,28 +120,26 @@ def separation(batch: Batch, tolerance: float | None = None) -> Separation:
     )
 
 
-def as_sequences(batch: Batch) -> tuple[list[np.ndarray], torch.dtype]:
+def as_sequences(batch: Batch, name: str = "batch") -> tuple[list[np.ndarray], torch.dtype]:
     """The sequences of `batch` as fp64 arrays `[n_i, d]`, and the dtype they came in."""
-    if isinstance(batch, Tensor):
-        if batch.ndim != 3:
-            raise ValueError(
-                f"batch must be [N, n, d] or a sequence of [n_i, d], got shape {list(batch.shape)}"
-            )
-        batch = list(batch)
-    if not batch:
-        raise ValueError("batch must hold at least one sequence, got none")
+    if isinstance(batch, Tensor) and batch.ndim != 3:
+        raise ValueError(
+            f"{name} must be [N, n, d] or a sequence of [n_i, d], got shape {list(batch.shape)}"
+        )
+    if not len(batch):
+        raise ValueError(f"{name} must hold at least one sequence, got none")
     for i, x in enumerate(batch):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"batch[{i}] must be a floating-point tensor, got {kind}")
+            raise TypeError(f"{name}[{i}] must be a floating-point tensor, got {kind}")
         if x.ndim != 2 or 0 in x.shape or x.shape[1] != batch[0].shape[1]:
             raise ValueError(
-                f"batch[{i}] must be [n_i, d] with n_i, d >= 1 and the d of batch[0] "
+                f"{name}[{i}] must be [n_i, d] with n_i, d >= 1 and the d of {name}[0] "
                 f"({list(batch[0].shape)}), got {list(x.shape)}"
             )
         if not torch.isfinite(x).all():
-            raise ValueError(f"batch[{i}] must be finite, got inf or nan; clean the data first")
-    # Adding 0 turns -0.0 into 0.0, which np.unique would otherwise sort as it pleases.
+            raise ValueError(f"{name}[{i}] must be finite, got inf or nan")
+    # Adding 0 turns -0.0 into 0.0: they are the same number and must be the same token.
     return [x.detach().cpu().double().numpy() + 0.0 for x in batch], batch[0].dtype
 
 
