@@ -170,12 +170,13 @@ def boltz_gap(a: Iterable[float], b: Iterable[float]) -> Gap:
     """
     count_a, count_b = Counter(map(float, a)), Counter(map(float, b))
     if not count_a or not count_b:
-        raise ValueError("a and b must not be empty: the Boltzmann operator of nothing is undefined")
+        raise ValueError(
+            "a and b must not be empty: the Boltzmann operator of nothing is undefined"
+        )
     top_a, top_b = max(count_a), max(count_b)
     if top_a != top_b:
         deficit_a, deficit_b = _deficit(count_a, top_a), _deficit(count_b, top_b)
-        terms = (top_b - top_a, deficit_a, -deficit_b)
-        return _gap(terms, shift=0.0, log_denominator=0.0)
+        return _gap((top_b - top_a, deficit_a, -deficit_b), shift=0.0, log_denominator=0.0)
 
     common = count_a & count_b
     only_a, only_b = count_a - common, count_b - common

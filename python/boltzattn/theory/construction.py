@@ -12,6 +12,7 @@ choice is in `v`, `beta` and `o`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -230,7 +231,11 @@ def evaluate(module: torch.nn.Module, batch: Batch) -> list[Tensor]:
 
 
 def _measure(
-    module: OneLayerTransformer, batch: Batch, found: Separation, mode: str, rng: np.random.Generator
+    module: OneLayerTransformer,
+    batch: Batch,
+    found: Separation,
+    mode: str,
+    rng: np.random.Generator,
 ) -> ContextualGap:
     """The conditions on the module's outputs; noise from running every sequence shuffled too."""
     outputs = evaluate(module, batch)
@@ -349,10 +354,14 @@ def _log_context_gap(found: Separation, unit: np.ndarray, beta: float, size: flo
         # A guess first, right when levels are far apart: the maximum counts, and below it every
         # larger entry pulls the value down. It spares the exact sort most of its comparisons.
         levels.sort(key=lambda a: [max(a), *(-x for x in sorted(a, reverse=True))])
-        levels.sort(key=functools.cmp_to_key(lambda a, b: boltz_gap(b, a).sign))
-        for a, b in zip(levels, levels[1:], strict=False):
+        levels.sort(key=functools.cmp_to_key(_compare))
+        for a, b in itertools.pairwise(levels):
             smallest = min(smallest, boltz_gap(a, b).log - math.log(abs(query)))
     return smallest + math.log(size)
+
+
+def _compare(a: list[float], b: list[float]) -> int:
+    return boltz_gap(b, a).sign
 
 
 def _search(
@@ -381,7 +390,7 @@ def _search(
             stretch = float(np.ptp(query) / (np.ptp(pooled) or 1.0)) or 1.0
             for size in _OUTPUT_SCALES * stretch:
                 ids = np.sort(query + size * pooled)
-                gap = float(np.diff(ids).min() / (ids[-1] - ids[0])) if len(ids) > 1 else 1.0
+                gap = float(np.diff(ids).min(initial=np.inf) / (ids[-1] - ids[0] or 1.0))
                 if gap > best:
                     best, choice = gap, (unit, beta, float(size))
     return choice

@@ -62,7 +62,7 @@ class ContextualGap:
 
 def contextual_gap(
     ids: Tensor | Sequence[Tensor],
-    tokens: Tensor | Sequence[Tensor],
+    tokens: Tensor | Sequence[Tensor] | Sequence[np.ndarray],
     mode: str = "multiset",
     noise: float | None = None,
 ) -> ContextualGap:
@@ -130,12 +130,13 @@ def _outputs(ids: Tensor | Sequence[Tensor]) -> tuple[list[np.ndarray], torch.dt
     return as_sequences(ids, "ids")
 
 
-def _names(tokens: Tensor | Sequence[Tensor]) -> list[np.ndarray]:
+def _names(tokens: Tensor | Sequence[Tensor] | Sequence[np.ndarray]) -> list[np.ndarray]:
     """Integer names of tokens, from names or from vectors."""
     if not len(tokens):
         raise ValueError("tokens must hold at least one sequence, got none")
-    if not torch.as_tensor(tokens[0]).is_floating_point():
-        return [np.asarray(row, dtype=np.int64) for row in tokens]
-    sequences, _ = as_sequences(tokens, "tokens")
+    rows = [torch.as_tensor(row) for row in tokens]
+    if not rows[0].is_floating_point():
+        return [row.cpu().numpy().astype(np.int64) for row in rows]
+    sequences, _ = as_sequences(rows, "tokens")
     _, names = np.unique(np.concatenate(sequences), axis=0, return_inverse=True)
     return np.split(names.reshape(-1), np.cumsum([len(x) for x in sequences])[:-1])

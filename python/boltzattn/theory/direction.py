@@ -26,9 +26,7 @@ def projected(vocabulary: np.ndarray, v: np.ndarray) -> Projected:
     """How well `v` `[d]` tells the rows of `vocabulary` `[|V|, d]` apart."""
     positions = np.sort(vocabulary @ v)
     gaps = np.diff(positions)
-    return Projected(
-        float(gaps.min()) if len(gaps) else math.inf, float(np.abs(positions).min())
-    )
+    return Projected(float(gaps.min()) if len(gaps) else math.inf, float(np.abs(positions).min()))
 
 
 def guaranteed_share(size: int, d: int) -> float:
@@ -78,7 +76,8 @@ def moment_curve_direction(vocabulary: np.ndarray) -> np.ndarray:
     if d == 1:
         return np.ones(1)
     enough = (d - 1) * (size + 1) * size // 2 + 1
-    best, score, tried = np.ones(d) / math.sqrt(d), -1.0, 0
+    best: np.ndarray = np.ones(d) / math.sqrt(d)
+    score, tried = -1.0, 0
     while tried < enough and (tried == 0 or score <= 0):
         block = range(tried, min(enough, tried + _CURVE_POINTS))
         tried = block.stop

@@ -93,7 +93,9 @@ def hardmax_counterexample(
         ([1.0, 6.0, 2.0, 5.0], [1.0, 6.0, 3.0, 4.0])
     """
     if n < 4:
-        raise ValueError(f"n must be at least 4, got {n}: shorter collinear sequences are told apart")
+        raise ValueError(
+            f"n must be at least 4, got {n}: shorter collinear sequences are told apart"
+        )
     x = torch.ones(d, dtype=dtype) if x is None else x
     if x.shape != (d,) or not x.any():
         raise ValueError(f"x must be a nonzero vector of shape [{d}], got {x.tolist()}")
@@ -107,19 +109,21 @@ def hardmax_counterexample(
 
 
 def prouhet_pair(degree: int, dtype: torch.dtype = torch.float64) -> Pair:
-    """Two sequences `[n, 1]` with equal power sums up to `degree`, and one shared token, 1.
+    """Two sequences `[n, 1]` of integers with equal power sums up to `degree`, and equal extremes.
 
-    Mean pooling sees no difference, of the tokens or of their powers up to `degree`. As functions
-    of the temperature, the pooled values at the shared token differ by `O(beta^degree)` near 0,
-    and exponentially little at infinity: only temperatures in between separate them.
+    Hardmax sees their smallest and largest token, mean pooling the mean of the tokens (of their
+    powers, up to `degree`, if a network comes before it): all are shared. Softmax at inverse
+    temperature beta takes the shared tokens apart by `O(beta^degree)` near 0 and by exponentially
+    little at infinity, so it needs a temperature in between.
 
-    Up to degree 5 the sets are the smallest known; beyond, the evil and odious numbers below
-    `2^(degree+1)` (Prouhet's construction). All are scaled to [0, 1] apart from the shared token.
+    Between the extremes stand, up to degree 5, the smallest sets known; beyond, the numbers below
+    `2^(degree+1)` with an even and with an odd number of binary ones (Prouhet). Degree 1 is
+    `hardmax_counterexample(4)`.
 
     Example:
-        >>> pair = prouhet_pair(1)
+        >>> pair = prouhet_pair(2)
         >>> pair.first.flatten().tolist(), pair.second.flatten().tolist()
-        ([1.0, 0.0, 3.0], [1.0, 1.0, 2.0])
+        ([1.0, 9.0, 2.0, 6.0, 7.0], [1.0, 9.0, 3.0, 4.0, 8.0])
     """
     if degree < 1:
         raise ValueError(f"degree must be at least 1, got {degree}")
@@ -127,11 +131,15 @@ def prouhet_pair(degree: int, dtype: torch.dtype = torch.float64) -> Pair:
         sets = IDEAL_PAIRS[degree - 1]
     else:
         numbers = range(2 ** (degree + 1))
-        sets = tuple(
-            tuple(i for i in numbers if i.bit_count() % 2 == parity) for parity in (0, 1)
+        sets = (
+            tuple(i for i in numbers if i.bit_count() % 2 == 0),
+            tuple(i for i in numbers if i.bit_count() % 2 == 1),
         )
-    first, second = (torch.tensor([1, *s], dtype=dtype)[:, None] for s in sets)
-    return Pair(first, second, ((0, 0),))
+    top = max(map(max, sets)) + 3
+    first, second = (
+        torch.tensor([1, top, *(2 + i for i in inner)], dtype=dtype)[:, None] for inner in sets
+    )
+    return Pair(first, second, ((0, 0), (1, 1)))
 
 
 def shared_gaps(pair: Pair, layer: Callable[[Tensor], Tensor]) -> Tensor:
@@ -153,7 +161,7 @@ def temperature_scan(pair: Pair, betas: np.ndarray) -> np.ndarray:
 
     Example:
         >>> temperature_scan(hardmax_counterexample(), np.array([0.1])).round(3)
-        array([[0.097, 0.2  ]])
+        array([[0.097, 0.201]])
     """
     one = torch.ones(1, 1, dtype=pair.first.dtype)
     gaps = []
@@ -217,14 +225,10 @@ def search_hardmax_weights(trials: int, seed: int = 0) -> SearchResult:
         pair = hardmax_counterexample(n, d, x)
         weights = random_weights(d, num_heads, head_size, generator)
 
-        def hardened(
-            z: Tensor, weights: Weights = weights, num_heads: int = num_heads
-        ) -> Tensor:
+        def hardened(z: Tensor, weights: Weights = weights, num_heads: int = num_heads) -> Tensor:
             return hardmax_attention(z, *weights, num_heads=num_heads)
 
-        softened = OneLayerTransformer.from_weights(
-            *weights, num_heads=num_heads, method="direct"
-        )
+        softened = OneLayerTransformer.from_weights(*weights, num_heads=num_heads, method="direct")
         with torch.no_grad():
             size = hardened(pair.first).abs().max()
             hard.append(float(shared_gaps(pair, hardened).max() / size))

@@ -149,6 +149,33 @@ def memorize(
     )
 
 
+def random_task(
+    n: int, vocabulary: int, count: int, d: int, classes: int = 10, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Sequences without repeated tokens, and random labels that are a function of the context.
+
+    Args:
+        n: tokens in a sequence.
+        vocabulary: number of different tokens, normally distributed in R^d.
+        count: number of sequences.
+        classes: labels are integers below this.
+
+    Returns:
+        fp64 `[count, n, d]` and int64 `[count, n]`.
+
+    Example:
+        >>> x, y = random_task(n=4, vocabulary=12, count=100, d=8)
+        >>> x.shape, y.shape
+        (torch.Size([100, 4, 8]), torch.Size([100, 4]))
+    """
+    rng = np.random.default_rng(seed)
+    tokens = np.stack([rng.permutation(vocabulary)[:n] for _ in range(count)])
+    table = rng.integers(classes, size=(count, vocabulary))
+    labels = table[contexts(list(tokens))[:, None], tokens]
+    points = rng.standard_normal((vocabulary, d))
+    return torch.from_numpy(points[tokens]), torch.from_numpy(labels)
+
+
 def step_network(
     positions: np.ndarray, values: np.ndarray, read: np.ndarray, form: str
 ) -> FeedForward:
@@ -162,7 +189,8 @@ def step_network(
 
     Example:
         >>> import numpy as np
-        >>> net = step_network(np.arange(3.0), np.array([[5.0], [2.0], [7.0]]), np.ones(1), "linear")
+        >>> values = np.array([[5.0], [2.0], [7.0]])
+        >>> net = step_network(np.arange(3.0), values, np.ones(1), "linear")
         >>> net(torch.tensor([[0.0], [1.0], [2.0]]).double()).flatten().tolist()
         [5.0, 2.0, 7.0]
     """
