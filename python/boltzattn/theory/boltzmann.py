@@ -8,10 +8,10 @@ is `boltzattn.boltz`; this file holds what the theory says about it.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,65 +158,50 @@ def log_separation_bound(n: int, r: float) -> float:
 def boltz_gap(a: Iterable[float], b: Iterable[float]) -> Gap:
     """`boltz(b) - boltz(a)` as a sign and a logarithm, for multisets of any two sizes.
 
-    When the maxima agree, the difference is formed after the entries both have in common were
-    cancelled symbolically and the common factor `exp(-gap of the largest differing entry)` was
-    taken out. So a gap of 1e-5000 comes out with some 14 digits from fp64 arithmetic. Entries are
-    common when they are equal as floats: take both vectors from one table of values.
+    Over a common denominator the difference is a sum over pairs of levels,
+
+        sum_{i<j} (a_i b_j - a_j b_i) (x_j - x_i) exp(x_i + x_j),
+
+    where `a_i` counts how often level `x_i` occurs in a. What the two have in common cancels in
+    these integers, before anything is rounded, and the largest exponential that is left is taken
+    out as a logarithm. So a gap of 1e-5000 comes out with some 13 digits from fp64 arithmetic,
+    and proportional multisets give exactly 0. Entries are the same level when they are equal
+    as floats: take both vectors from one table of values.
 
     Example:
         >>> gap = boltz_gap([900.0, 0.0], [900.0, 10.0])
         >>> gap.sign, round(gap.log10, 3)
         (-1, -383.573)
     """
-    count_a, count_b = Counter(map(float, a)), Counter(map(float, b))
-    if not count_a or not count_b:
+    entries = [np.fromiter(x, dtype=np.float64) for x in (a, b)]
+    if not all(len(x) for x in entries):
         raise ValueError(
             "a and b must not be empty: the Boltzmann operator of nothing is undefined"
         )
-    top_a, top_b = max(count_a), max(count_b)
-    if top_a != top_b:
-        deficit_a, deficit_b = _deficit(count_a, top_a), _deficit(count_b, top_b)
-        return _gap((top_b - top_a, deficit_a, -deficit_b), shift=0.0, log_denominator=0.0)
-
-    common = count_a & count_b
-    only_a, only_b = count_a - common, count_b - common
-    if not only_a and not only_b:
-        return Gap(0, -math.inf, 0.0)
-    shift = top_a - max(max(only_a, default=-math.inf), max(only_b, default=-math.inf))
-    z_common, n_common = _weighted(common, top_a, 0.0)
-    z_a, n_a = _weighted(only_a, top_a, shift)
-    z_b, n_b = _weighted(only_b, top_a, shift)
-    small = math.exp(-shift)
-    # (n_common + small n_a) / (z_common + small z_a) minus the same with b, over one denominator.
-    terms = (
-        z_common * n_a,
-        -z_common * n_b,
-        -n_common * z_a,
-        n_common * z_b,
-        small * n_a * z_b,
-        -small * n_b * z_a,
+    levels, position = np.unique(np.concatenate(entries), return_inverse=True)
+    count_a, count_b = (
+        np.bincount(where, minlength=len(levels))
+        for where in np.split(position.reshape(-1), [len(entries[0])])
     )
-    log_denominator = math.log(z_common + small * z_a) + math.log(z_common + small * z_b)
-    return _gap(terms, shift, log_denominator)
-
-
-def _weighted(counts: Counter[float], top: float, shift: float) -> tuple[float, float]:
-    """Sums of `exp(-(g - shift))` and of `g exp(-(g - shift))`, `g = top - entry`."""
-    weights = [(count * math.exp(shift - (top - x)), top - x) for x, count in counts.items()]
-    return math.fsum(w for w, _ in weights), math.fsum(w * g for w, g in weights)
-
-
-def _deficit(counts: Counter[float], top: float) -> float:
-    z, n = _weighted(counts, top, 0.0)
-    return n / z
-
-
-def _gap(terms: tuple[float, ...], shift: float, log_denominator: float) -> Gap:
+    products = np.outer(count_a, count_b)
+    pairs = products - products.T
+    i, j = np.nonzero(np.triu(pairs, 1))
+    if not len(i):
+        return Gap(0, -math.inf, 0.0)
+    below = levels[-1] - levels  # distances from the top keep all exponentials at most 1
+    exponent = below[i] + below[j]
+    shift = float(exponent.min())
+    terms = pairs[i, j] * (levels[j] - levels[i]) * np.exp(shift - exponent)
     total = math.fsum(terms)
     if total == 0.0:
         return Gap(0, -math.inf, math.inf)
-    cancelled = math.fsum(map(abs, terms)) / abs(total)
-    # A rounding of `shift` itself is an absolute error of the exponent.
-    relative_error = _ROUNDING * (cancelled + shift)
-    sign = 1 if total > 0 else -1
-    return Gap(sign, math.log(abs(total)) - shift - log_denominator, relative_error)
+    log = math.log(abs(total)) - shift - _log_sum(count_a, below) - _log_sum(count_b, below)
+    # Cancellation between terms, and the rounding of the exponents themselves.
+    relative_error = _ROUNDING * (float(np.abs(terms).sum()) / abs(total) + shift)
+    return Gap(1 if total > 0 else -1, log, relative_error)
+
+
+def _log_sum(count: np.ndarray, below: np.ndarray) -> float:
+    """`log sum_i count_i exp(-below_i)`."""
+    nearest = float(below[count > 0].min())
+    return math.log(float(count @ np.exp(np.minimum(0.0, nearest - below)))) - nearest
