@@ -254,6 +254,13 @@ def test_lemma_holds_for_eight_out_of_ten():
     assert smallest > log_separation_bound(8, levels[-1])
 
 
+def test_lemma_in_numbers():
+    assert math.exp(log_separation_bound(7, 20.0)) == pytest.approx(
+        math.log(7) ** 2 * math.exp(-40), rel=1e-12
+    )
+    assert required_spacing(7) == 2 * math.log(7) + 3
+
+
 def test_lemma_says_nothing_about_single_entries():
     with pytest.raises(ValueError, match="n must be at least 2"):
         log_separation_bound(1, 1.0)

@@ -9,7 +9,15 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from boltzattn.theory import ResolutionWarning, construct_attention, contextual_gap, prouhet_pair
+from boltzattn.theory import (
+    ResolutionWarning,
+    boltz_gap,
+    construct_attention,
+    contextual_gap,
+    prouhet_pair,
+    separation,
+)
+from boltzattn.theory.construction import _log_context_gap
 from boltzattn.theory.direction import (
     digit_direction,
     guaranteed_share,
@@ -41,6 +49,13 @@ def log10_gap_in_many_digits(head, batch: torch.Tensor, digits: int) -> float:
             for a, b in itertools.combinations(values.values(), 2)
         )
         return float(mpmath.log10(size * smallest))
+
+
+def relative_gap_along_v(head, ids: torch.Tensor) -> float:
+    """Where the next layer reads. The birthday law allows a few over the square of the ids."""
+    along = (ids @ head.v).flatten().unique()
+    distinct = along.diff() > 1e-12 * (along[-1] - along[0])  # else an id met twice
+    return float(along.diff()[distinct].min() / (along[-1] - along[0]))
 
 
 @pytest.mark.parametrize(
@@ -125,10 +140,7 @@ def test_practical_gap_is_what_the_module_shows(choose_v):
     assert head.measured.delta == pytest.approx(again.delta, rel=1e-9)
     assert head.log10_measured == pytest.approx(math.log10(again.delta), abs=1e-9)
     assert head.log10_promised is None
-    # Along v, where the next layer reads, the birthday law allows a gap of a few over ids^2.
-    along = (ids @ head.v).flatten().unique()
-    along = along[torch.cat([torch.tensor([True]), along.diff() > 1e-12])]
-    assert float(along.diff().min() / (along[-1] - along[0])) > 1 / head.measured.ids**2
+    assert relative_gap_along_v(head, ids) > 1 / head.measured.ids**2
     assert head.separation.has_duplicates_within_sequence is False
 
 
@@ -148,6 +160,32 @@ def test_practical_separates_multisets():
     assert head.separation.has_duplicates_within_sequence
     assert head.measured.mode == "multiset"
     assert head.measured.passed
+    assert relative_gap_along_v(head, head.module()(tokens[index]).detach()) > 1 / 40**2
+    assert head.measured.ids == 40
+
+
+def test_exact_gap_is_that_of_all_pairs_at_any_temperature():
+    # Without the lemma's spacing no simple rule orders the values.
+    found = separation(numbers(*itertools.combinations((-4, -3, -1, 1, 2, 5), 3)))
+    for beta in (0.1, 0.3, 1.0):
+        gaps = []
+        for q in found.vocabulary.flatten().tolist():
+            holders = [t for t in found.tokens if q in found.vocabulary[t]]
+            levels = [(beta * q * found.vocabulary[t]).flatten().tolist() for t in holders]
+            pairs = itertools.combinations(levels, 2)
+            gaps += [boltz_gap(a, b).log - math.log(abs(beta * q)) for a, b in pairs]
+        assert _log_context_gap(found, np.ones(1), beta, 1.0) == pytest.approx(min(gaps), rel=1e-12)
+
+
+def test_noise_is_that_of_shuffling():
+    batch, _ = random_task(n=60, vocabulary=80, count=20, d=1)
+    head = construct_attention(batch)
+    floor = torch.finfo(torch.float64).eps * head.measured.r
+    with torch.no_grad():
+        shuffled = (head.module()(batch.flip(1)).flip(1) - head.module()(batch)).abs().max()
+    # Rounding differs from order to order, but not by orders of magnitude.
+    assert head.measured.noise > floor
+    assert float(shuffled) / 4 < head.measured.noise < 4 * float(shuffled)
 
 
 def test_same_seed_same_weights():
