@@ -137,7 +137,7 @@ def test_practical_gap_is_what_the_module_shows(choose_v):
         ids = head.module()(batch)
     again = contextual_gap(ids, batch)
     assert head.measured.passed
-    assert head.measured.delta == pytest.approx(again.delta, rel=1e-9)
+    assert head.measured.delta == pytest.approx(again.delta, rel=1e-9, abs=0)
     assert head.log10_measured == pytest.approx(math.log10(again.delta), abs=1e-9)
     assert head.log10_promised is None
     assert relative_gap_along_v(head, ids) > 1 / head.measured.ids**2
@@ -167,7 +167,7 @@ def test_practical_separates_multisets():
 def test_exact_gap_is_that_of_all_pairs_at_any_temperature():
     # Without the lemma's spacing no simple rule orders the values.
     found = separation(numbers(*itertools.combinations((-4, -3, -1, 1, 2, 5), 3)))
-    for beta in (0.1, 0.3, 1.0):
+    for beta in (0.003, 0.01, 1.0):
         gaps = []
         for q in found.vocabulary.flatten().tolist():
             holders = [t for t in found.tokens if q in found.vocabulary[t]]

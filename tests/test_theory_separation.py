@@ -37,7 +37,9 @@ def test_closest_pair_keeps_the_digits_of_tiny_distances():
     points = 100 * np.random.default_rng(0).standard_normal((500, 30))
     points[17] = points[400]
     points[17, 3] += 1e-9
-    assert closest_pair(points) == pytest.approx(abs(points[17, 3] - points[400, 3]), rel=1e-12)
+    assert closest_pair(points) == pytest.approx(
+        abs(points[17, 3] - points[400, 3]), rel=1e-12, abs=0
+    )
 
 
 def test_closest_pair_of_one_colour_is_infinite():
@@ -68,7 +70,7 @@ def test_near_duplicates_are_listed_and_warned_of(d):
     with pytest.warns(ResolutionWarning, match=r"1 pairs .* are 3e-10 apart"):
         found = separation(x)
     ((first, second, distance),) = found.near_duplicates
-    assert distance == pytest.approx(3e-10, rel=1e-5)
+    assert distance == pytest.approx(3e-10, rel=1e-5, abs=0)
     assert distance == float((found.vocabulary[first] - found.vocabulary[second]).norm())
     assert found.epsilon == distance
     assert len(separation(x, tolerance=1e-10).near_duplicates) == 0
