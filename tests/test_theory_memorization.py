@@ -39,6 +39,16 @@ def test_a_thousand_sequences_of_sixteen_tokens():
     assert report.max_error < 1e-5 * report.label_range
 
 
+def test_linear_time_attention_reads_the_same_labels():
+    x, y = random_task(n=512, vocabulary=600, count=3, d=4)
+    model, report = memorize(x, y)
+    model.attention.method = "transform"
+    with torch.no_grad():
+        out = model(x)
+    assert report.ids == 3 * 512
+    assert torch.equal(out[..., 0].round().long(), y)
+
+
 def test_regression_with_several_outputs():
     x, _ = random_task(n=4, vocabulary=12, count=60, d=5)
     y = torch.randn(60, 4, 3, dtype=torch.float64)
