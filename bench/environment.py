@@ -10,9 +10,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 import boltzattn
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 # A change in any of these makes it another program; results and documents do not.
@@ -37,9 +36,9 @@ class Environment:
     def __str__(self) -> str:
         gpu = f", {self.gpu}" if self.gpu else ""
         return (
-            f"{self.cpu}, {self.cores} cores, {self.default_threads} threads, {self.memory_gb} GB{gpu}; "
-            f"boltzattn {self.boltzattn} at {self.commit}, torch {self.torch}, "
-            f"Python {self.python}"
+            f"{self.cpu}, {self.cores} cores, {self.default_threads} threads, "
+            f"{self.memory_gb} GB{gpu}; boltzattn {self.boltzattn} at {self.commit}, "
+            f"torch {self.torch}, Python {self.python}"
         )
 
 
@@ -106,4 +105,3 @@ def _commit() -> str:
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-

@@ -38,7 +38,7 @@ class Effort:
     sample_s: float = 2e-3  # shorter calls are repeated within a sample
 
 
-QUICK = Effort(seconds_per_provider=0.8, longest_call_s=6.0)
+QUICK = Effort(seconds_per_provider=0.8, longest_call_s=3.0)
 FULL = Effort(seconds_per_provider=1.5, longest_call_s=12.0)
 
 
@@ -56,7 +56,7 @@ def measure(entry: Entry, effort: Effort) -> list[Row]:
         needed = provider.matrices(case) * case.batch * case.heads * case.n**2
         needed *= getattr(torch, case.dtype).itemsize
         if reason is None and case.device == "cpu" and needed > available_memory() / 2:
-            row.status, row.reason = TOO_LARGE, f"needs {needed / 2**30:.0f} GB of memory"
+            row.status, row.reason = TOO_LARGE, "its n x n matrices do not fit into memory"
         elif reason is None:
             able.append(row)
 
@@ -79,6 +79,7 @@ def measure(entry: Entry, effort: Effort) -> list[Row]:
 
 def _time_in_turns(case: Case, rows: list[Row], effort: Effort, limit: float) -> list[Row]:
     """Fill in time and accuracy. Runs in a child."""
+    settle_allocator()
     if case.threads:
         torch.set_num_threads(case.threads)
     seconds = cuda_seconds if case.device == "cuda" else cpu_seconds
@@ -92,7 +93,7 @@ def _time_in_turns(case: Case, rows: list[Row], effort: Effort, limit: float) ->
             expected = predict(provider, case, seconds) if provider.growth > 1 else 0.0
             if expected > limit:
                 row.status = TOO_SLOW
-                row.reason = f"one call would take about {expected:.0f} s, more than {limit:.0f} s"
+                row.reason = f"one call would take longer than {limit:g} s"
                 continue
             bound = provider.build(problem)
             if provider.kind != "yardstick":
@@ -126,15 +127,17 @@ def take_turns(
     seconds: Callable[[Callable[[], object], int], float],
 ) -> dict[str, list[float]]:
     """Seconds per call of each, sampled in rounds whose order rotates."""
-    repeats, samples = {}, {}
+    repeats, samples, spent = {}, {}, {}
     for name, call in calls.items():
-        first = seconds(call, 1)  # also the last warm-up
-        repeats[name] = max(1, math.ceil(effort.sample_s / max(first, 1e-9)))
-        samples[name] = []
-    names, spent = list(calls), dict.fromkeys(calls, 0.0)
+        spent[name] = seconds(call, 1)
+        repeats[name] = max(1, math.ceil(effort.sample_s / max(spent[name], 1e-9)))
+        # A long call needs no warm-up beyond that of the accuracy check; a short one has it here.
+        samples[name] = [spent[name]] if repeats[name] == 1 else []
     for turn in range(effort.most_samples):
         waiting = [
-            name for name in names if turn < 3 or spent[name] < effort.seconds_per_provider
+            name
+            for name in calls
+            if len(samples[name]) < 3 or spent[name] < effort.seconds_per_provider
         ]
         if not waiting:
             break
@@ -226,6 +229,20 @@ def cuda_seconds(call: Callable[[], object], repeats: int) -> float:
         torch.cuda.synchronize()
         total += start.elapsed_time(end) * 1e-3
     return total / repeats
+
+
+def settle_allocator() -> None:
+    """Put glibc's allocator where a long-running program has it.
+
+    It learns from the sizes it sees whether a freed block goes back to the system (and costs page
+    faults next time); left to itself, the rows of a table would depend on the order of calls.
+    These are the largest values it learns: blocks from 32 MB on are fresh pages, smaller ones reused.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        libc.mallopt(mmap_threshold, 32 * MB)
+        libc.mallopt(trim_threshold, 64 * MB)
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from bench import report, results
@@ -47,6 +47,7 @@ class Series:
     name: str
     n: list[int]
     seconds: list[float]
+    exact: list[bool]  # False: an approximation, or failed its accuracy check
     growth: int
 
     @property
@@ -68,7 +69,6 @@ def figures(records: Records, out: Path, prefix: str = "") -> list[Path]:
                 continue
             path = out / f"{prefix}{name}{'' if theme == 'light' else '-dark'}.png"
             figure.savefig(path, dpi=160)
-            plt.close(figure)
             written.append(path)
     return written
 
@@ -87,30 +87,35 @@ def scaling_series(records: Records, passes: str) -> list[Series]:
             if name != "boltzattn direct":
                 continue
             name += ", rank 8"
-        if record.row.kind == "exact" and not record.row.accurate:
-            continue  # fast and wrong is not on the map
         found.setdefault(name, []).append(record)
     series = []
     for name, rows in found.items():
         rows.sort(key=lambda r: r.case.n)
         lengths, times = [r.case.n for r in rows], [r.row.median_s for r in rows]
-        series.append(Series(name, lengths, times, rows[0].row.growth))
+        exact = [r.row.accurate or r.row.kind == "yardstick" for r in rows]
+        series.append(Series(name, lengths, times, exact, rows[0].row.growth))
     return series
 
 
-def scaling(records: Records, theme: str) -> plt.Figure | None:
+def scaling(records: Records, theme: str) -> Figure | None:
     """Log-log time against n; dashed where extrapolated; slopes beside the names."""
     panels = {p: scaling_series(records, p) for p in ("forward", "both")}
     panels = {p: series for p, series in panels.items() if series}
     if not panels:
         return None
     with _themed(theme):
-        figure, axes = plt.subplots(1, len(panels), figsize=(7.2 * len(panels), 5.6), squeeze=False)
+        figure = Figure(figsize=(7.2 * len(panels), 5.6))
+        axes = figure.subplots(1, len(panels), squeeze=False)
         for axis, (passes, series) in zip(axes[0], panels.items(), strict=True):
             _draw_scaling(axis, series, THEMES[theme])
             axis.set_title(PASS_TITLES[passes], loc="left", fontweight="bold")
         axes[0, 0].set_ylabel("time of one call")
-        _caption(figure, records, "rank 1 unless named, one head, dv = 64, fp32; dashed: extrapolated")
+        _caption(
+            figure,
+            records,
+            "rank 1 unless named, one head, dv = 64, fp32; "
+            "dashed: extrapolated; hollow: approximate or beyond the error allowed",
+        )
     return figure
 
 
@@ -120,20 +125,22 @@ def _draw_scaling(axis: Axes, series: Sequence[Series], theme: dict[str, str]) -
     for s in series:
         color, marker = STYLE.get(s.name, (theme["ink"], "o"))
         ours = s.name.startswith("boltzattn")
-        dotted = ":" if s.name == "clone" else "-"
         axis.plot(
             s.n,
             s.seconds,
-            dotted,
+            ":" if s.name == "clone" else "-",
             color=color,
-            marker=marker,
-            markersize=5,
             linewidth=2.4 if ours else 1.4,
             zorder=3 if ours else 2,
         )
+        if marker:
+            fills = [color if exact else theme["paper"] for exact in s.exact]
+            axis.scatter(s.n, s.seconds, 28, fills, marker=marker, edgecolors=color, zorder=4)
         end = s.seconds[-1] * (last / s.n[-1]) ** s.growth
         if s.n[-1] < last:
-            axis.plot([s.n[-1], last], [s.seconds[-1], end], "--", color=color, linewidth=1, zorder=1)
+            axis.plot(
+                [s.n[-1], last], [s.seconds[-1], end], "--", color=color, linewidth=1, zorder=1
+            )
         slope = "" if s.slope is None or s.name == "clone" else f"   n^{s.slope:.2g}"
         ends.append((end, NAMES.get(s.name, s.name) + slope, color, ours))
     axis.set_xscale("log", base=4)
@@ -152,31 +159,35 @@ def _draw_scaling(axis: Axes, series: Sequence[Series], theme: dict[str, str]) -
 def _labels_beside(axis: Axes, ends: list[tuple[float, str, str, bool]]) -> None:
     """Names at the right end of the lines, pushed apart until none overlap."""
     low, high = np.log(axis.get_ylim())
-    gap = 0.052  # height of a line of text, in axes
     places = sorted(((np.log(y) - low) / (high - low), *rest) for y, *rest in ends)
-    heights = [place[0] for place in places]
-    for i in range(1, len(heights)):
-        heights[i] = max(heights[i], heights[i - 1] + gap)
-    overflow = max(0.0, heights[-1] - 1.0)
-    for i in range(len(heights) - 1, -1, -1):
-        ceiling = heights[i + 1] - gap if i + 1 < len(heights) else 1.0
-        heights[i] = min(heights[i], ceiling) if overflow else heights[i]
+    heights = spread_out([place[0] for place in places], gap=0.05)
     for height, (place, text, color, ours) in zip(heights, places, strict=True):
-        axis.annotate(
+        beside = {"transform": axis.transAxes, "color": color, "clip_on": False}
+        axis.plot([1.0, 1.04], [place, height], linewidth=0.7, **beside)
+        axis.text(
+            1.05,
+            height,
             text,
-            xy=(1.0, place),
-            xytext=(1.045, height),
-            xycoords="axes fraction",
             va="center",
-            color=color,
             fontsize=9.5,
             fontweight="bold" if ours else "normal",
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkB": 0},
+            **beside,
         )
 
 
-def accuracy(records: Records, theme: str) -> plt.Figure | None:
+def spread_out(heights: Sequence[float], gap: float) -> list[float]:
+    """Rising heights moved as little as one sweep up and one down allow, to `gap` apart below 1."""
+    apart = list(heights)
+    for i in range(1, len(apart)):
+        apart[i] = max(apart[i], apart[i - 1] + gap)
+    ceiling = 1.0
+    for i in reversed(range(len(apart))):
+        apart[i] = min(apart[i], ceiling)
+        ceiling = apart[i] - gap
+    return apart
+
+
+def accuracy(records: Records, theme: str) -> Figure | None:
     """Error against time at one n, a panel for each pass: left is faster, down is better."""
     panels = {}
     for passes in ("forward", "both"):
@@ -187,9 +198,8 @@ def accuracy(records: Records, theme: str) -> plt.Figure | None:
     if not panels:
         return None
     with _themed(theme):
-        figure, axes = plt.subplots(
-            1, len(panels), figsize=(5.6 * len(panels) + 1.6, 4.8), squeeze=False
-        )
+        figure = Figure(figsize=(5.6 * len(panels) + 1.6, 4.8))
+        axes = figure.subplots(1, len(panels), squeeze=False)
         shown: dict[str, object] = {}
         for axis, (passes, rows) in zip(axes[0], panels.items(), strict=True):
             for r in rows:
@@ -220,7 +230,9 @@ def accuracy(records: Records, theme: str) -> plt.Figure | None:
         figure.legend(
             shown.values(), shown.keys(), loc="outside right center", frameon=False, fontsize=9.5
         )
-        _caption(figure, records, "n = 4,096, rank 1, one head, dv = 64, fp32; left and down is better")
+        _caption(
+            figure, records, "n = 4,096, rank 1, one head, dv = 64, fp32; left and down is better"
+        )
     return figure
 
 
@@ -242,7 +254,10 @@ def tables(records: Records) -> str:
     """Everything the README quotes, with where it was measured."""
     blocks = [f"{records[0].environment}; `make bench-full`"]
     for passes in ("forward", "both"):
-        blocks.append(f"{PASS_TITLES[passes]}, rank 1, one head, dv = 64, fp32\n\n" + speedup_table(records, passes))
+        blocks.append(
+            f"{PASS_TITLES[passes]}, rank 1, one head, dv = 64, fp32\n\n"
+            + speedup_table(records, passes)
+        )
     blocks.append("```\n" + report.target_table(records) + "\n```")
     return "\n\n".join(blocks) + "\n"
 
@@ -284,9 +299,10 @@ def _round_seconds(value: float) -> str:
     return f"{value * 1e9:.0f} ns"
 
 
-def _caption(figure: plt.Figure, records: Records, text: str) -> None:
+def _caption(figure: Figure, records: Records, text: str) -> None:
     e = records[0].environment
-    where = f"{e.cpu}, {e.default_threads} threads, torch {e.torch}, boltzattn {e.boltzattn} ({e.commit})"
+    versions = f"torch {e.torch}, boltzattn {e.boltzattn} ({e.commit})"
+    where = f"{e.cpu}, {e.default_threads} threads, {versions}"
     figure.supxlabel(f"{text}\n{where}", fontsize=8.5, x=0.01, ha="left")
 
 
@@ -326,5 +342,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    mpl.use("Agg")
     sys.exit(main())

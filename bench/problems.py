@@ -213,9 +213,7 @@ class Judge:
         self.unit = {name: problem.unit(name, x) or 1.0 for name, x in self.exact.items()}
         eager = problem.dense(dtype, *extra)
         floor = 4 * torch.finfo(dtype).eps
-        self.allowed = {
-            name: max(2 * self._error(name, x)[0], floor) for name, x in eager.items()
-        }
+        self.allowed = {name: max(2 * self._error(name, x)[0], floor) for name, x in eager.items()}
 
     def judge(self, result: Named) -> Accuracy:
         """`result`: the full output, and gradients for `dout` zero outside the sample."""
@@ -223,7 +221,9 @@ class Judge:
         for name, x in self.problem.picked(result).items():
             max_error, rms_error = self._error(name, x)
             found.append(Accuracy(name, max_error, rms_error, self.allowed[name]))
-        return max(found, key=lambda a: math.inf if math.isnan(a.max_error) else a.max_error / a.allowed)
+        return max(
+            found, key=lambda a: math.inf if math.isnan(a.max_error) else a.max_error / a.allowed
+        )
 
     def _error(self, name: str, x: Tensor) -> tuple[float, float]:
         difference = x.detach().double() - self.exact[name]
@@ -247,6 +247,6 @@ def _sample_rows(query: Tensor, case: Case) -> Tensor:
     count = max(16, SAMPLE_PAIRS // (case.batch * case.heads * case.n))
     if count >= case.n:
         return torch.arange(case.n, device=query.device)
-    order = query.norm(dim=-1, dtype=torch.float32).argsort()
+    order = query.double().norm(dim=-1).argsort()
     at = torch.linspace(0, case.n - 1, count, device=query.device).round().long()
     return order[at].sort().values

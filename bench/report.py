@@ -10,9 +10,20 @@ from bench.extrapolation import best_baseline, estimate
 from bench.results import TOO_SLOW, Record, Records, Row
 from bench.targets import targets
 
-HEADINGS = (
-    "n", "provider", "time", "±", "speed-up", "tokens/s", "of clone", "extra MB", "max err", "rms err"
-)  # fmt: skip
+HEADINGS = tuple(
+    [
+        "n",
+        "provider",
+        "time",
+        "±",
+        "speed-up",
+        "tokens/s",
+        "of clone",
+        "extra MB",
+        "max err",
+        "rms err",
+    ]
+)
 LEGEND = """\
 time      median of interleaved repeats; ± interquartile range of it
 speed-up  over the faster of `sdpa` and `sdpa padded` (layers: one linear map; modules:
@@ -98,7 +109,10 @@ def speedup(records: Records, record: Record) -> str:
     if row.speedup is not None:
         return f"{three_digits(row.speedup)}x"
     baseline = best_baseline(records, record.case)
-    return f"~{three_digits(baseline[0] / row.median_s)}x" if baseline else ""
+    if baseline is None:
+        return ""
+    base_seconds, is_estimate = baseline
+    return f"{'~' if is_estimate else ''}{three_digits(base_seconds / row.median_s)}x"
 
 
 def _shown(record: Record) -> bool:

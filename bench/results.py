@@ -115,9 +115,7 @@ def load(path: Path) -> Records:
         ]
 
 
-def is_done(
-    entry: Entry, environment: Environment, records: Records, able: Iterable[str]
-) -> bool:
+def is_done(entry: Entry, environment: Environment, records: Records, able: Iterable[str]) -> bool:
     """Whether every provider that is able to serve the case now was measured here before.
 
     Ratios are only fair within one run, so a case is measured again as a whole or not at all.

@@ -75,9 +75,7 @@ class Target:
         return f"<= {self.at_most:g}{self.unit}"
 
 
-def _faster(
-    claim: str, case: Case, provider: str, at_least: float, than: str = BASELINE
-) -> Target:
+def _faster(claim: str, case: Case, provider: str, at_least: float, than: str = BASELINE) -> Target:
     return Target(claim, ((Term(case, than), Term(case, provider)),), at_least=at_least)
 
 
@@ -130,7 +128,9 @@ def targets() -> Iterator[Target]:
             f"transform, {name}: time at 4n over time at n, from n = 65,536", growth, at_most=4.5
         )
     for n, bound in ((16_384, 25), (65_536, 80)):
-        yield _faster(f"transform, causal, n = {n:,}, forward", Case(n, causal=True), TRANSFORM, bound)
+        yield _faster(
+            f"transform, causal, n = {n:,}, forward", Case(n, causal=True), TRANSFORM, bound
+        )
 
     layer = Case(65_536, dv=1024, dim=1024, level="layer")
     yield _faster(
