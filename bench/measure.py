@@ -236,7 +236,7 @@ def settle_allocator() -> None:
 
     It learns from the sizes it sees whether a freed block goes back to the system (and costs page
     faults next time); left to itself, the rows of a table would depend on the order of calls.
-    These are the largest values it learns: blocks from 32 MB on are fresh pages, smaller ones reused.
+    These are the largest values it learns: blocks from 32 MB on are fresh pages, others reused.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
