@@ -84,7 +84,7 @@ def _time_in_turns(case: Case, rows: list[Row], effort: Effort, limit: float) ->
         torch.set_num_threads(case.threads)
     seconds = cuda_seconds if case.device == "cuda" else cpu_seconds
     problem = make_problem(case)
-    judges: dict[str, Judge] = {}
+    judges: dict[int, Judge] = {}  # by the weights of a layer, which its provider may choose
     calls: dict[str, Callable[[], object]] = {}
     least = problem.least_bytes()
     for row in rows:
@@ -97,11 +97,9 @@ def _time_in_turns(case: Case, rows: list[Row], effort: Effort, limit: float) ->
                 continue
             bound = provider.build(problem)
             if provider.kind != "yardstick":
-                kind = "own" if bound.weights else "given"
-                if kind not in judges:
-                    extra = (bound.weights,) if bound.weights else ()
-                    judges[kind] = Judge(problem, *extra)
-                accuracy = judges[kind].judge(result_for_check(problem, bound))
+                if id(bound.weights) not in judges:
+                    judges[id(bound.weights)] = Judge(problem, bound.weights)
+                accuracy = judges[id(bound.weights)].judge(result_for_check(problem, bound))
                 row.worst_tensor, row.allowed_error = accuracy.tensor, accuracy.allowed
                 row.max_error, row.rms_error = accuracy.max_error, accuracy.rms_error
             calls[row.provider] = timed_call(problem, bound)

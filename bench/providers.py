@@ -66,6 +66,7 @@ def table() -> dict[str, Provider]:
     attention, layer, module = ("attention",), ("layer",), ("module",)
     everywhere = attention + layer + module
     exact, approximate, yardstick = "exact", "approximate", "yardstick"
+    layer_growth = 1 if "transform" in boltzattn.METHODS else 2  # layers here have rank 1
     rows = [
         Provider("clone", everywhere, yardstick, 1, _clone),
         Provider("naive", attention, exact, 2, _naive, matrices=lambda c: 5 if c.backward else 3),
@@ -81,8 +82,10 @@ def table() -> dict[str, Provider]:
         Provider("linear", layer, yardstick, 1, _linear),
         Provider("sdpa layer", layer, exact, 2, _sdpa_layer),
         Provider("nn.MultiheadAttention", module, exact, 2, _multihead),
-        Provider("boltzattn self_attention", layer + module, exact, 1, _self_attention),
-        Provider("boltzattn LowRankAttention", module, exact, 1, _low_rank, _low_rank_why_not),
+        Provider("boltzattn self_attention", layer + module, exact, layer_growth, _self_attention),
+        Provider(
+            "boltzattn LowRankAttention", module, exact, layer_growth, _low_rank, _low_rank_why_not
+        ),
     ]
     return {row.name: row for row in rows}
 
@@ -376,6 +379,7 @@ def _of_module(problem: LayerProblem, module: nn.Module, weights: Weights, state
         "out_proj.weight": weights.o,
         "out_proj.bias": weights.b_o,
     }
+    own = None if weights is problem.low_rank else weights
     module.load_state_dict({name: x.detach() for name, x in state.items()})
     module.to(problem.x).requires_grad_(problem.case.backward)
     x = problem.x
@@ -383,7 +387,7 @@ def _of_module(problem: LayerProblem, module: nn.Module, weights: Weights, state
     def forward() -> Tensor:
         return module(x, x, x, need_weights=False)[0]
 
-    return Bound(forward, (x, *module.parameters()), weights)
+    return Bound(forward, (x, *module.parameters()), own)
 
 
 def _multihead(problem: LayerProblem) -> Bound:

@@ -114,7 +114,7 @@ def test_every_exact_provider_agrees_with_the_oracle(case):
         if reason or provider.kind != "exact" or provider.compiles:
             continue
         bound = provider.build(problem)
-        judge = problems.Judge(problem, *([bound.weights] if bound.weights else []))
+        judge = problems.Judge(problem, bound.weights)
         accuracy = judge.judge(measure.result_for_check(problem, bound))
         # What is allowed in a report is a matter of ulps; that it is the same function is not.
         bar = 20 * max(accuracy.allowed, torch.finfo(getattr(torch, case.dtype)).eps)
