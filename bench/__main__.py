@@ -56,7 +56,7 @@ def run(
 ) -> Records:
     """Measure what is not there yet; the CSV is whole after every case."""
     todo = [e for e in grid if not results.is_done(e, here, records, able(e))]
-    cost = [measure.expected_seconds(entry.case, able(entry), effort) for entry in todo]
+    cost = [measure.expected_seconds(entry, able(entry), effort) for entry in todo]
     layout = "{percentage:3.0f}%|{bar}| {elapsed} spent, {remaining} left, {postfix}"
     with tqdm(total=sum(cost), bar_format=layout, disable=None) as bar:
         for entry, weight in zip(todo, cost, strict=True):

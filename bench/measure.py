@@ -314,13 +314,14 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
-def expected_seconds(case: Case, able: Sequence[str], effort: Effort) -> float:
+def expected_seconds(entry: Entry, able: Sequence[str], effort: Effort) -> float:
     """A rough guess for the progress bar; it corrects itself by the time really spent."""
+    case, longest = entry.case, effort.longest_call_s * entry.patience
     pairs = case.batch * case.heads * case.n**2 * (3 if case.backward else 1)
     total = 1.0
     for name in able:
         call = 5e-9 * pairs if providers.table()[name].growth > 1 else 1e-7 * case.n
-        if call > effort.longest_call_s:
+        if call > longest:
             total += 0.2
         else:
             total += 0.2 + max(5 * call, min(effort.seconds_per_provider, 60 * call))
