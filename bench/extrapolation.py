@@ -39,7 +39,7 @@ def estimate(records: Records, record: Record) -> Estimate | None:
         return None
     longest = max(shorter, key=lambda r: r.case.n)
     growth = record.row.growth
-    seconds = longest.row.median_s * (record.case.n / longest.case.n) ** growth
+    seconds = longest.row.seconds * (record.case.n / longest.case.n) ** growth
     return Estimate(seconds, longest.case.n, growth)
 
 
@@ -50,7 +50,7 @@ def best_baseline(records: Records, case: Case) -> tuple[float, bool] | None:
         if record.case != case or record.row.provider not in BASELINES[case.level]:
             continue
         if record.row.measured:
-            found.append((record.row.median_s, False))
+            found.append((record.row.seconds, False))
         elif guess := estimate(records, record):
             found.append((guess.seconds, True))
     return min(found) if found else None

@@ -20,7 +20,7 @@ from torch import Tensor
 from bench import child, providers
 from bench.cases import Case, Entry
 from bench.environment import available_memory
-from bench.problems import Judge, LayerProblem, make_problem
+from bench.problems import Judge, LayerProblem, Problem, make_problem
 from bench.providers import Bound, Provider
 from bench.results import FAILED, MEASURED, SKIPPED, TOO_LARGE, TOO_SLOW, Row, fill_ratios
 
@@ -114,8 +114,8 @@ def _time_in_turns(case: Case, rows: list[Row], effort: Effort, limit: float) ->
     clone = next((r for r in rows if r.provider == "clone" and r.measured), None)
     for row in rows:
         if row.measured and clone is not None and row is not clone:
-            clone_bytes_per_s = 2 * problem.bulk.nbytes / clone.median_s
-            row.clone_fraction = least / row.median_s / clone_bytes_per_s
+            clone_bytes_per_s = 2 * problem.bulk.nbytes / clone.seconds
+            row.clone_fraction = least / row.seconds / clone_bytes_per_s
     return rows
 
 
@@ -169,7 +169,7 @@ def predict(
     return min(seconds(call, 1) for _ in range(2)) * (case.n / PROBE_N) ** provider.growth
 
 
-def timed_call(problem: object, bound: Bound) -> Callable[[], object]:
+def timed_call(problem: Problem, bound: Bound) -> Callable[[], object]:
     """What is timed: forward, backward alone on a kept graph, or both."""
     passes, leaves, forward = problem.case.passes, bound.leaves, bound.forward
     if passes == "forward" or not leaves:
@@ -192,7 +192,7 @@ def timed_call(problem: object, bound: Bound) -> Callable[[], object]:
     return call
 
 
-def result_for_check(problem: object, bound: Bound) -> dict[str, Tensor]:
+def result_for_check(problem: Problem, bound: Bound) -> dict[str, Tensor]:
     """The full output, and gradients of a loss that sees the sampled rows only."""
     if not problem.case.backward:
         with torch.no_grad():
@@ -278,7 +278,7 @@ def _memory(case: Case, name: str) -> tuple[float, float]:
     return peak / MB, max(0, peak - sum(x.nbytes for x in results)) / MB
 
 
-def _results(problem: object, bound: Bound) -> list[Tensor]:
+def _results(problem: Problem, bound: Bound) -> list[Tensor]:
     if not problem.case.backward:
         with torch.no_grad():
             return [bound.forward()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +93,7 @@ def scaling_series(records: Records, passes: str) -> list[Series]:
     series = []
     for name, rows in found.items():
         rows.sort(key=lambda r: r.case.n)
-        lengths, times = [r.case.n for r in rows], [r.row.median_s for r in rows]
+        lengths, times = [r.case.n for r in rows], [r.row.seconds for r in rows]
         exact = [r.row.accurate or r.row.kind == "yardstick" for r in rows]
         series.append(Series(name, lengths, times, exact, rows[0].row.growth))
     return series
@@ -211,7 +212,7 @@ def accuracy(records: Records, theme: str) -> Figure | None:
                     [], [], linestyle="", color=color, marker=marker
                 )
                 axis.scatter(
-                    r.row.median_s,
+                    r.row.seconds,
                     r.row.max_error,
                     s=70,
                     facecolors=fill,
@@ -219,7 +220,7 @@ def accuracy(records: Records, theme: str) -> Figure | None:
                     marker=marker,
                     zorder=3,
                 )
-            _whole_decades(axis, [r.row.median_s for r in rows], [r.row.max_error for r in rows])
+            _whole_decades(axis, [r.row.seconds for r in rows], [r.row.max_error for r in rows])
             _time_axis(axis.xaxis)
             axis.set_xlabel("time of one call")
             axis.set_title(PASS_TITLES[passes], loc="left", fontweight="bold")
@@ -281,7 +282,7 @@ def _cell(records: Records, record: Record | None) -> str:
         return f"~{report.seconds(guess.seconds)}" if guess else "-"
     ratio = report.speedup(records, record)
     ratio = {"": "", "-": " (inaccurate)"}.get(ratio, f" ({ratio})")
-    return report.seconds(record.row.median_s) + ratio
+    return report.seconds(record.row.seconds) + ratio
 
 
 def _plain(provider: str) -> str:
@@ -317,7 +318,7 @@ def _caption(figure: Figure, records: Records, text: str) -> None:
     figure.supxlabel(f"{text}\n{where}", fontsize=8.5, x=0.01, ha="left")
 
 
-def _themed(theme: str) -> mpl.rc_context:
+def _themed(theme: str) -> contextlib.AbstractContextManager[None]:
     colors = THEMES[theme]
     return mpl.rc_context(
         {

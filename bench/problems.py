@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Union
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,10 @@ from bench.cases import Case
 SAMPLE_PAIRS = 2**24
 
 Named = dict[str, Tensor]
+Problem = Union["AttentionProblem", "LayerProblem"]
 
 
-def make_problem(case: Case) -> AttentionProblem | LayerProblem:
+def make_problem(case: Case) -> Problem:
     """The problem of a case; equal cases give equal numbers."""
     return AttentionProblem(case) if case.level == "attention" else LayerProblem(case)
 
@@ -203,9 +205,7 @@ class Judge:
     largest magnitude, whichever is larger.
     """
 
-    def __init__(
-        self, problem: AttentionProblem | LayerProblem, weights: Weights | None = None
-    ) -> None:
+    def __init__(self, problem: Problem, weights: Weights | None = None) -> None:
         extra = () if weights is None else (weights,)
         dtype = problem.bulk.dtype
         self.problem = problem

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.cases import Case
-from bench.problems import AttentionProblem, LayerProblem, Weights, make_problem
+from bench.problems import AttentionProblem, LayerProblem, Problem, Weights, make_problem
 
 Reason = str | None
 REFERENCE = "(reference)"
@@ -112,7 +112,7 @@ def taking_part(case: Case, prefixes: Sequence[str] = ()) -> dict[str, Reason]:
     }
 
 
-def _clone(problem: AttentionProblem | LayerProblem) -> Bound:
+def _clone(problem: Problem) -> Bound:
     return Bound(problem.bulk.detach().clone)
 
 

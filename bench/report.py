@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from bench.cases import Case
@@ -60,7 +61,7 @@ def target_table(records: Records) -> str:
     return aligned(("target", "bound", "worst", ""), lines)
 
 
-def aligned(headings: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+def aligned(headings: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
     """Columns padded to equal width; numbers right, words left, an empty line between values of n.
 
     Example:
@@ -112,7 +113,7 @@ def speedup(records: Records, record: Record) -> str:
     if baseline is None:
         return ""
     base_seconds, is_estimate = baseline
-    return f"{'~' if is_estimate else ''}{three_digits(base_seconds / row.median_s)}x"
+    return f"{'~' if is_estimate else ''}{three_digits(base_seconds / row.seconds)}x"
 
 
 def _shown(record: Record) -> bool:
@@ -127,7 +128,7 @@ def _cells(records: Records, record: Record) -> tuple[str, ...]:
     return (
         n,
         row.provider,
-        seconds(row.median_s),
+        seconds(row.seconds),
         f"{row.spread:.0%}",
         speedup(records, record),
         _short(row.tokens_per_s),

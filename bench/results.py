@@ -48,6 +48,13 @@ class Row:
         return self.status == MEASURED
 
     @property
+    def seconds(self) -> float:
+        """The median of a measured row."""
+        if self.median_s is None:
+            raise ValueError(f"{self.provider} was not measured: {self.status} {self.reason}")
+        return self.median_s
+
+    @property
     def accurate(self) -> bool:
         """Whether the row passed its accuracy check; yardsticks have none to pass."""
         if not self.measured or self.kind != "exact" or self.max_error is None:
@@ -82,10 +89,10 @@ def fill_ratios(case: Case, rows: list[Row]) -> None:
     baselines = [r for r in rows if r.provider in BASELINES[case.level] and r.measured]
     if not baselines:
         return
-    best = min(baselines, key=lambda r: r.median_s)
+    best = min(baselines, key=lambda r: r.seconds)
     for row in rows:
         if row.accurate:
-            row.baseline, row.speedup = best.provider, best.median_s / row.median_s
+            row.baseline, row.speedup = best.provider, best.seconds / row.seconds
 
 
 def save(path: Path, records: Iterable[Record]) -> None:
