@@ -78,10 +78,11 @@ def able(entry: Entry) -> list[str]:
 
 
 def only(grid: Iterable[Entry], pattern: str) -> Iterator[Entry]:
-    """Entries with a provider for which `<case label> <provider>` matches; baselines stay in."""
+    """Entries where `<case label> <provider>` matches for an able one; baselines stay in."""
     for entry in grid:
         names = providers.taking_part(entry.case, entry.providers)
-        hits = [n for n in names if re.search(pattern, f"{entry.case.label} {n}")]
+        able = [name for name, reason in names.items() if reason is None]
+        hits = [n for n in able if re.search(pattern, f"{entry.case.label} {n}")]
         if hits:
             kept = dict.fromkeys([*hits, *providers.BASELINES[entry.case.level], "clone"])
             yield replace(entry, providers=tuple(kept))

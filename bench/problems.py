@@ -9,7 +9,7 @@ query-key pairs the sample is everything.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Union
 
 import torch
@@ -199,7 +199,7 @@ class Accuracy:
 
 
 class Judge:
-    """Holds the fp64 truth of a problem and what eager torch makes of it in the case's dtype.
+    """Holds the fp64 truth of a problem and how far from it a result may be.
 
     Allowed: twice the error of eager torch on the same inputs in the same dtype, or 4 ulp of the
     largest magnitude, whichever is larger.
@@ -211,9 +211,24 @@ class Judge:
         self.problem = problem
         self.exact = problem.dense(torch.float64, *extra)
         self.unit = {name: problem.unit(name, x) or 1.0 for name, x in self.exact.items()}
-        eager = problem.dense(dtype, *extra)
-        floor = 4 * torch.finfo(dtype).eps
-        self.allowed = {name: max(2 * self._error(name, x)[0], floor) for name, x in eager.items()}
+        if dtype == torch.float64:
+            self.allowed = self._allowed_in_double()
+        else:
+            eager = problem.dense(dtype, *extra)
+            floor = 4 * torch.finfo(dtype).eps
+            self.allowed = {
+                name: max(2 * self._error(name, x)[0], floor) for name, x in eager.items()
+            }
+
+    def _allowed_in_double(self) -> dict[str, float]:
+        """What fp32 is allowed on numbers of the same kind, scaled by the ratio of the ulps.
+
+        Eager fp64 *is* the truth here, so its own error cannot be seen; rounding errors are
+        proportional to the ulp. Half as much again, because the truth has that error as well.
+        """
+        single = Judge(make_problem(replace(self.problem.case, dtype="float32")))
+        ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+        return {name: 1.5 * ratio * allowed for name, allowed in single.allowed.items()}
 
     def judge(self, result: Named) -> Accuracy:
         """`result`: the full output, and gradients for `dout` zero outside the sample."""
