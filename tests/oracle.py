@@ -57,6 +57,11 @@ def logit_bias(
     return bias
 
 
+def _same_lead(*tensors: Tensor) -> list[Tensor]:
+    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))
+    return [x.expand(*lead, *x.shape[-2:]) for x in tensors]
+
+
 def dense(
     query: Tensor,
     key: Tensor,
@@ -74,6 +79,7 @@ def dense(
     SDPA, the root of the scale on either side; every other order is the same computation with
     other roundings: queries, keys and rank permuted, the scale divided unevenly.
     """
+    query, key, value = _same_lead(query, key, value)
     n_q, n_k, rank = query.shape[-2], key.shape[-2], query.shape[-1]
     scale = rank**-0.5 if scale is None else scale
     rows, columns, ranks = torch.arange(n_q), torch.arange(n_k), torch.arange(rank)
@@ -161,10 +167,10 @@ def _extended(
         """A gradient of a broadcast argument is the sum over what it was broadcast to."""
         return torch.from_numpy(x.astype(np.float64)).sum_to_size(like.shape)
 
-    q, k, v, g = map(long, (query, key, value, grad_out))
+    q, k, v, g = map(long, (*_same_lead(query, key, value), grad_out))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     logits = q @ transposed(k) * factor
-    bias = logit_bias(*logits.shape[-2:], torch.float64, **masks, has_heads=query.ndim > 2)
+    bias = logit_bias(*logits.shape[-2:], torch.float64, **masks, has_heads=logits.ndim > 2)
     logits = logits + long(bias)
     top = logits.max(-1, keepdims=True, initial=-np.inf)
     dead = top == -np.inf

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import zlib
+from functools import partial
 from typing import Any, NamedTuple
 
 import boltzattn
 import pytest
 import torch
+from boltzattn.backends import extension
+from check import assert_attention, lse_dtype, run
 from covering import pairwise
 from errors import assert_accurate
-from oracle import Result, eagers, oracle
+from oracle import Result, dense
 from servers import Server, facts, servers
 from torch import Tensor
 
@@ -123,18 +126,19 @@ def _cases(ranks: tuple[int, ...]) -> list[Case]:
 CASES = list(dict.fromkeys([*_cases(RANKS), *_cases((1,))]))
 
 
-def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _call(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
+    """Tensors (with the incoming gradients) and keywords of the case."""
+    generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
 
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*case.lead, *shape, generator=generator).to(case.dtype)
 
-def _run(
-    server: Server, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], call: dict
-) -> Result:
-    """Output, lse and gradients as a user gets them; a second of `grads` goes through lse."""
-    tensors = tuple(x.detach().requires_grad_() for x in tensors)
-    out, lse = boltzattn.attention(*tensors, **call, **server.ask, return_lse=True)
-    gradients = torch.autograd.grad((out, lse)[: len(grads)], tensors, grads)
-    return Result(out.detach(), lse.detach(), *gradients)
+    n_q, n_k = case.n_q, case.n_k
+    tensors = [normal(n_q, case.rank), normal(n_k, case.rank), normal(n_k, case.dv)]
+    tensors.append(normal(n_q, case.dv))
+    if case.through_lse:
+        tensors.append(normal(n_q).to(lse_dtype(case.dtype)))
+    return tensors, {"scale": case.scale, **case.masks(generator)}
 
 
 @pytest.mark.parametrize(
@@ -142,25 +146,61 @@ def _run(
     [pytest.param(c, s, id=f"{c}-{s}") for c in CASES for s in c.servers()],
 )
 def test_against_the_oracle(case: Case, server: Server) -> None:
-    generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
+    tensors, call = _call(case)
+    assert_attention(server, *tensors, **call)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*case.lead, *shape, generator=generator).to(case.dtype)
 
-    n_q, n_k = case.n_q, case.n_k
-    tensors = (normal(n_q, case.rank), normal(n_k, case.rank), normal(n_k, case.dv))
-    grads = (normal(n_q, case.dv),)
-    if case.through_lse:
-        grads += (normal(n_q).to(_lse_dtype(case.dtype)),)
-    call = {"scale": case.scale, **case.masks(generator)}
+def _instruction_sets() -> list[str]:
+    compiled = extension()
+    return [] if isinstance(compiled, str) else compiled.supported_isas()
 
-    actual = _run(server, tensors, grads, call)
-    assert actual.out.dtype == case.dtype
-    assert actual.lse.dtype == _lse_dtype(case.dtype)
-    assert actual.grad_query.dtype == case.dtype
+
+@pytest.mark.parametrize("isa", _instruction_sets())
+@pytest.mark.parametrize("case", CASES[::4], ids=str)
+def test_every_instruction_set(case: Case, isa: str) -> None:
+    """Also the kernels of lesser processors than the one at hand."""
+    tensors, call = _call(case)
+    extension().force_isa(isa)
+    try:
+        assert_attention(Server("direct", "cpu"), *tensors, **call)
+    finally:
+        extension().force_isa(None)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "additive, additive padding"])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_auto_is_the_plan_it_explains(rank: int, mask: str) -> None:
+    case = Case(65, 63, rank, 3, torch.float32, (2, 2), mask, None, False)
+    tensors, call = _call(case)
+    query, key, value, grad_out = tensors
+    first_line = boltzattn.explain(query, key, value, **call).splitlines()[0]
+    method, backend = first_line.removeprefix("method ").split(", backend ")
+    assert Server(method, backend) in case.servers()
+    by_auto = run(Server("auto", "auto"), query, key, value, grad_out, **call)
+    by_name = run(Server(method, backend), query, key, value, grad_out, **call)
+    for name, x, y in zip(Result._fields, by_auto, by_name, strict=True):
+        assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("mask", ["additive", "additive with dead rows", "additive padding"])
+def test_gradient_of_a_mask(mask: str) -> None:
+    """Biases have gradients too; a row that sees nothing gives none, not even through lse."""
+    case = Case(7, 5, 3, 4, torch.float64, (2, 2), mask, None, True)
+    (query, key, value, grad_out, grad_lse), call = _call(case)
+    (name, bias), *_ = ((n, x) for n, x in call.items() if isinstance(x, Tensor))
+
+    def gradients(compute: Any) -> tuple[Tensor, ...]:
+        tensors = [x.detach().requires_grad_() for x in (query, key, value, bias)]
+        out, lse = compute(*tensors[:3], scale=call["scale"], **{name: tensors[3]})
+        seen = lse.isfinite()  # lse is -inf where nothing is seen: leave those out of the sum
+        return torch.autograd.grad((out, lse[seen]), tensors, (grad_out, grad_lse[seen]))
+
+    actual = gradients(partial(boltzattn.attention, return_lse=True))
+    truth = gradients(dense)
+    yardsticks = (gradients(partial(dense, order=order)) for order in range(1, 9))
+    names = ("grad_query", "grad_key", "grad_value", f"grad_{name}")
     assert_accurate(
-        actual._asdict(),
-        oracle(*tensors, *grads, **call)._asdict(),
-        eagers(*tensors, *grads, **call),
-        value=tensors[2],
+        dict(zip(names, actual, strict=True)),
+        dict(zip(names, truth, strict=True)),
+        (dict(zip(names, y, strict=True)) for y in yardsticks),
     )
