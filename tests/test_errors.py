@@ -201,7 +201,7 @@ def bad(
             ["key", "value", "heads", "2", "3"],
             _grouped(6, 2, 3),
         ),
-        bad("0 key heads", ValueError, ["heads", "0"], _grouped(6, 0)),
+        bad("0 key heads", ValueError, ["key", "head", "[0, 6, 3]"], _grouped(6, 0)),
         bad(
             "grouped heads without heads",
             ValueError,
