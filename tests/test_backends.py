@@ -212,15 +212,12 @@ print(torch.equal(out, boltzattn.attention(query, query, query, backend="referen
 
 
 def _python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(
-        [str(Path(boltzattn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    )
     return subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**os.environ, **environment},
     )
 
 

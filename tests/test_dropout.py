@@ -141,7 +141,8 @@ def test_output_and_gradients_given_the_pattern(
     truth = oracle(*tensors, **call)._asdict()
     # A survivor counts 1 / (1 - p) times, and so does its value.
     value = tensors[2] / (1.0 - dropout_p)
-    assert_accurate(actual._asdict(), truth, eagers(*tensors, **call), value=value)
+    yardsticks = eagers(*tensors, **call)
+    assert_accurate(actual._asdict(), truth, yardsticks, value=value, method=server.method)
 
 
 @pytest.mark.parametrize("server", DROPPING, ids=str)

@@ -109,6 +109,7 @@ def test_gradient_through_lse_alone(server: Server) -> None:
         {"grad_query": tensors[0].grad, "grad_key": tensors[1].grad},
         oracle(*tensors, *given)._asdict(),
         eagers(*tensors, *given),
+        method=server.method,
     )
 
 
@@ -452,6 +453,7 @@ def test_hessian_by_torch_func(server: Server) -> None:
         hessian(ours, *tensors),
         hessian(lambda *x: dense(*x)[0], *(x.double() for x in tensors)),
         (hessian(lambda *x, i=i: dense(*x, order=i)[0], *tensors) for i in range(EAGER_RUNS)),
+        method=server.method,
     )
 
 

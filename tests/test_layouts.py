@@ -200,6 +200,7 @@ def test_grouped_heads(heads: int, key_heads: int, kind: str, server: Server) ->
         compute(theirs, torch.float64),
         [compute(theirs, torch.float32)],
         value=value,
+        method=server.method,
     )
 
 
