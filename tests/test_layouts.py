@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import boltzattn
@@ -12,6 +13,7 @@ from check import assert_attention
 from errors import assert_accurate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import Result, eagers, oracle
 from servers import ANY_RANK, Server, facts, servers, servers_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -171,37 +173,40 @@ def test_grouped_heads(heads: int, key_heads: int, kind: str, server: Server) ->
     query = torch.randn(2, heads, 9, 3)
     key, value = torch.randn(2, key_heads, 8, 3), torch.randn(2, key_heads, 8, 4)
     grad_out = torch.randn(2, heads, 9, 4)
-    call: dict[str, Any] = {}
-    if kind == "causal":
-        call["is_causal"] = True
-    elif kind == "masks":
-        call["attn_mask"] = torch.randn(2, heads, 9, 8)
-        call["key_padding_mask"] = torch.randn(2, 8)
+    call: dict[str, Any] = {"is_causal": kind == "causal"}
+    mask = padding = None
+    if kind == "masks":
+        mask, padding = torch.randn(2, heads, 9, 8), torch.randn(2, 8)
 
-    def compute(function: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-        tensors = [x.detach().to(dtype).requires_grad_() for x in (query, key, value)]
-        out = function(*tensors)
-        grads = torch.autograd.grad(out, tensors, grad_out.to(dtype))
-        return dict(zip(("out", "query", "key", "value"), (out, *grads), strict=True))
+    def compute(function: Callable[..., Tensor], **masks: Tensor | None) -> dict[str, Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        out = function(*leaves, **masks, **call, enable_gqa=True)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        return dict(zip(("out", *Result._fields[2:]), (out.detach(), *grads), strict=True))
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return boltzattn.attention(q, k, v, enable_gqa=True, **call, **server.ask)
-
-    def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        given = {name: x for name, x in call.items() if name != "key_padding_mask"}
-        if "key_padding_mask" in call:
-            given["attn_mask"] = given["attn_mask"] + call["key_padding_mask"][:, None, None]
-        if "attn_mask" in given:
-            given["attn_mask"] = given["attn_mask"].to(q.dtype)
-        return sdpa(q, k, v, enable_gqa=True, **given)
-
-    assert_accurate(
-        compute(ours, torch.float32),
-        compute(theirs, torch.float64),
-        [compute(theirs, torch.float32)],
-        value=value,
-        method=server.method,
+    # The truth has the groups as an axis of their own, along which key and value broadcast.
+    both = None if mask is None else (mask + padding[:, None, None]).unflatten(1, (key_heads, -1))
+    grouped = (
+        query.unflatten(1, (key_heads, -1)),
+        key.unsqueeze(2),
+        value.unsqueeze(2),
+        grad_out.unflatten(1, (key_heads, -1)),
     )
+
+    def flat(result: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As the caller sees it: the group axis is part of the heads again, or gone."""
+        return {name: x.flatten(1, 2) for name, x in result.items()}
+
+    truth = flat(oracle(*grouped, attn_mask=both, **call)._asdict())
+    ours = partial(boltzattn.attention, key_padding_mask=padding, **server.ask)
+    for function, its_mask in ((ours, mask), (sdpa, None if mask is None else both.flatten(1, 2))):
+        assert_accurate(
+            compute(function, attn_mask=its_mask),
+            truth,
+            map(flat, eagers(*grouped, attn_mask=both, **call)),
+            value=value,
+            method=server.method,
+        )
 
 
 def _allocated(function: Callable[[], Any]) -> int:
