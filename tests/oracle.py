@@ -159,6 +159,7 @@ def magnitudes(
 
     For the output, sum_j p_ij |v_j|, that is max|value|. For the gradients the same with their own
     terms, because `dP - D` may cancel to nothing while the rounding errors of dP and D do not.
+    For lse at least 1, because it is a logarithm: a relative error inside is an absolute one here.
     """
     query, key, value = (x.double() for x in _same_lead(query, key, value))
     q, k, v, g = (x.abs() for x in (query, key, value, grad_out.double()))
@@ -177,7 +178,8 @@ def magnitudes(
         "grad_key": terms.transpose(-1, -2) @ q * scale,
         "grad_value": (weights * alive).transpose(-1, -2) @ g,
     }
-    return {name: largest(x) for name, x in found.items()}
+    sizes = {name: largest(x) for name, x in found.items()}
+    return {**sizes, "lse": max(1.0, sizes["lse"])}
 
 
 def largest(x: Tensor) -> float:
