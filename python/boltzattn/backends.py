@@ -162,7 +162,14 @@ def check_name(argument: str, name: str, accepted: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the block, calls that leave `backend="auto"` use this backend, or raise why not."""
+    """Within the block, calls that leave `backend="auto"` use this backend, or raise why not.
+
+    Example:
+        >>> q = torch.randn(4, 100, 2)
+        >>> with boltzattn.use_backend("reference"):
+        ...     print(boltzattn.explain(q, q, q).splitlines()[0])
+        method direct, backend reference
+    """
     check_name("backend", name, tuple(BACKENDS))
     before, _preference.backend = _preference.backend, name
     try:
@@ -173,7 +180,14 @@ def use_backend(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_method(name: str) -> Iterator[None]:
-    """Within the block, calls that leave `method="auto"` use this method, or raise why not."""
+    """Within the block, calls that leave `method="auto"` use this method, or raise why not.
+
+    Example:
+        >>> q = torch.randn(4, 100, 1)
+        >>> with boltzattn.use_method("direct"):
+        ...     boltzattn.attention(q, q, q).shape
+        torch.Size([4, 100, 1])
+    """
     check_name("method", name, METHODS)
     before, _preference.method = _preference.method, name
     try:
