@@ -266,3 +266,20 @@ def test_kernels_of_the_table_are_callable(server: Server) -> None:
     kernels: Any = BACKENDS[server.backend].kernels(server.method)
     assert len(kernels) == 2
     assert all(callable(kernel) for kernel in kernels)
+
+
+# -- python -m boltzattn.info ----------------------------------------------------------------------
+
+
+def test_info_names_everything() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "boltzattn.info"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    words = [boltzattn.__version__, torch.__version__, extension().isa(), *BACKENDS, *METHODS]
+    for word in words:
+        assert word in done.stdout
+    for name in BACKENDS:
+        line = next(x for x in done.stdout.splitlines() if x.strip().startswith(name))
+        usable = any(server.backend == name for server in PLAIN)
+        assert line.endswith("usable") == usable

@@ -23,11 +23,11 @@ def _modules() -> list[ModuleType]:
 def _documented() -> list[doctest.DocTest]:
     """Docstrings with examples, of every module of the package."""
     finder = doctest.DocTestFinder(exclude_empty=True)
-    globals_ = {"torch": torch, "boltzattn": boltzattn}
+    usual = {"torch": torch, "boltzattn": boltzattn}
     return [
         test
         for module in _modules()
-        for test in finder.find(module, module.__name__, module, dict(globals_))
+        for test in finder.find(module, module.__name__, module, {**vars(module), **usual})
         if test.examples
     ]
 
