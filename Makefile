@@ -21,7 +21,7 @@ micro: venv
 
 # A peer that does not install is listed as missing in the results.
 $(VENV)/.peers: bench/requirements.txt $(VENV)/.requirements
-	-$(BIN)/pip install --quiet -r bench/requirements.txt
+	-$(BIN)/pip install --quiet -r bench/requirements.txt -c requirements.txt
 	@touch $@
 
 test: venv

@@ -3,6 +3,7 @@
 cases.py      what is measured: problems as data
 targets.py    the claims the project holds itself to, each a ratio of rows of the full grid
 problems.py   inputs of a case and the fp64 oracle on a sample of its queries
+accuracy.py   whether a result is good enough to have a speed
 providers.py  who computes it: one table of functions
 measure.py    one function that times, checks and weighs all providers of a case
 child.py      a fresh process for every measurement

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from bench import child, providers
+from bench.accuracy import Judge
 from bench.cases import Case, Entry
 from bench.environment import available_memory
-from bench.problems import Judge, LayerProblem, Problem, make_problem
+from bench.problems import LayerProblem, Problem, make_problem
 from bench.providers import Bound, Provider
 from bench.results import FAILED, MEASURED, SKIPPED, TOO_LARGE, TOO_SLOW, Row, fill_ratios
 
@@ -99,7 +100,9 @@ def _time_in_turns(case: Case, rows: list[Row], effort: Effort, limit: float) ->
             if provider.kind != "yardstick":
                 if id(bound.weights) not in judges:
                     judges[id(bound.weights)] = Judge(problem, bound.weights)
-                accuracy = judges[id(bound.weights)].judge(result_for_check(problem, bound))
+                result = result_for_check(problem, bound)
+                accuracy = judges[id(bound.weights)].judge(result, provider.certified)
+                del result
                 row.worst_tensor, row.allowed_error = accuracy.tensor, accuracy.allowed
                 row.max_error, row.rms_error = accuracy.max_error, accuracy.rms_error
             calls[row.provider] = timed_call(problem, bound)

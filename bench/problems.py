@@ -9,7 +9,7 @@ query-key pairs the sample is everything.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Union
 
 import torch
@@ -59,14 +59,14 @@ class AttentionProblem:
             self.case.passes
         ]
 
-    def dense(self, dtype: torch.dtype) -> Named:
+    def dense(self, dtype: torch.dtype, order: int = 0) -> Named:
         """Materialised softmax on the sampled rows, computed in `dtype`; gradients if asked for."""
         query, key, value = (
             x.detach().to(dtype).requires_grad_(self.case.backward)
             for x in (self.query[..., self.rows, :], self.key, self.value)
         )
         with torch.set_grad_enabled(self.case.backward):
-            out = dense_rows(query, key, value, self.scale, self.rows, self.case.causal)
+            out = dense_rows(query, key, value, self.scale, self.rows, self.case.causal, order)
         if not self.case.backward:
             return {"out": out}
         grads = torch.autograd.grad(out, (query, key, value), self.sampled_dout().to(dtype))
@@ -84,6 +84,25 @@ class AttentionProblem:
     def unit(self, name: str, exact: Tensor) -> float:
         """Errors are relative to this: max|value| for the output, max|gradient| for gradients."""
         return (self.value if name == "out" else exact).detach().abs().max().item()
+
+    def magnitudes(self) -> dict[str, float]:
+        """How large the terms are whose sums the results are: what roundings are proportional to.
+
+        For gradients they may be far larger than the gradient, because `dP - D` cancels while the
+        roundings of dP and D do not.
+        """
+        query, key, value = (
+            x.detach().double() for x in (self.query[..., self.rows, :], self.key, self.value)
+        )
+        found = {"out": value}
+        if self.case.backward:
+            weights = dense_weights(query, key, self.scale, self.rows, self.case.causal)
+            dout = self.sampled_dout().double().abs()
+            found["dv"] = weights.mT @ dout
+            terms = weights * (dout @ value.abs().mT)
+            found["dq"] = terms @ key.abs() * self.scale
+            found["dk"] = terms.mT @ query.abs() * self.scale
+        return {name: x.abs().max().item() for name, x in found.items()}
 
 
 @dataclass(frozen=True)
@@ -136,7 +155,7 @@ class LayerProblem:
             self.case.passes
         ]
 
-    def dense(self, dtype: torch.dtype, weights: Weights | None = None) -> Named:
+    def dense(self, dtype: torch.dtype, order: int = 0, weights: Weights | None = None) -> Named:
         """The layer on the sampled rows, computed in `dtype`; the gradient of x if asked for."""
         given = self.low_rank if weights is None else weights
         w = Weights(
@@ -152,7 +171,7 @@ class LayerProblem:
             query = split(x[:, self.rows], w.q, w.b_q)
             key, value = split(x, w.k, w.b_k), split(x, w.v, w.b_v)
             scale = query.shape[-1] ** -0.5
-            out = dense_rows(query, key, value, scale, self.rows, self.case.causal)
+            out = dense_rows(query, key, value, scale, self.rows, self.case.causal, order)
             out = F.linear(out.transpose(1, 2).flatten(2), w.o, w.b_o)
         if not self.case.backward:
             return {"out": out}
@@ -168,82 +187,58 @@ class LayerProblem:
     def unit(self, name: str, exact: Tensor) -> float:
         return exact.abs().max().item()
 
+    def magnitudes(self) -> dict[str, float]:
+        return {}  # a layer's results are their own measure
+
 
 def dense_rows(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, rows: Tensor, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    rows: Tensor,
+    causal: bool,
+    order: int = 0,
 ) -> Tensor:
     """Softmax attention of the queries at positions `rows`, every weight in memory.
 
     Args:
         query: `[..., len(rows), rank]`; key: `[..., n, rank]`; value: `[..., n, dv]`.
+        order: 0 is the plain formula; any other number is the same with other roundings: queries
+            and keys permuted, the scale divided unevenly between them.
     """
+    if not order:
+        return dense_weights(query, key, scale, rows, causal) @ value
+    draw = torch.Generator().manual_seed(order)
+    mixed_rows = torch.randperm(query.shape[-2], generator=draw).to(rows.device)
+    columns = torch.randperm(key.shape[-2], generator=draw).to(rows.device)
+    part = 1.0 + torch.rand((), generator=draw).item()
+    weights = dense_weights(
+        query[..., mixed_rows, :] * part,
+        key[..., columns, :] / part,
+        scale,
+        rows[mixed_rows],
+        causal,
+        columns,
+    )
+    return (weights @ value[..., columns, :])[..., mixed_rows.argsort(), :]
+
+
+def dense_weights(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    rows: Tensor,
+    causal: bool,
+    columns: Tensor | None = None,
+) -> Tensor:
+    """The softmax weights `[..., len(rows), n]`; keys stand at positions `columns`, if given."""
     logits = query @ key.mT * scale
     if causal:
-        later = torch.arange(key.shape[-2], device=rows.device) > rows[:, None]
-        logits = logits.masked_fill(later, -math.inf)
-    return torch.softmax(logits, dim=-1) @ value
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Error of the tensor that comes nearest to its limit (or is farthest beyond it)."""
-
-    tensor: str
-    max_error: float
-    rms_error: float
-    allowed: float
-
-    @property
-    def passed(self) -> bool:
-        return self.max_error <= self.allowed  # False for NaN too
-
-
-class Judge:
-    """Holds the fp64 truth of a problem and how far from it a result may be.
-
-    Allowed: twice the error of eager torch on the same inputs in the same dtype, or 4 ulp of the
-    largest magnitude, whichever is larger.
-    """
-
-    def __init__(self, problem: Problem, weights: Weights | None = None) -> None:
-        extra = () if weights is None else (weights,)
-        dtype = problem.bulk.dtype
-        self.problem = problem
-        self.exact = problem.dense(torch.float64, *extra)
-        self.unit = {name: problem.unit(name, x) or 1.0 for name, x in self.exact.items()}
-        if dtype == torch.float64:
-            self.allowed = self._allowed_in_double()
-        else:
-            eager = problem.dense(dtype, *extra)
-            floor = 4 * torch.finfo(dtype).eps
-            self.allowed = {
-                name: max(2 * self._error(name, x)[0], floor) for name, x in eager.items()
-            }
-
-    def _allowed_in_double(self) -> dict[str, float]:
-        """What fp32 is allowed on numbers of the same kind, scaled by the ratio of the ulps.
-
-        Eager fp64 *is* the truth here, so its own error cannot be seen; rounding errors are
-        proportional to the ulp. Half as much again, because the truth has that error as well.
-        """
-        single = Judge(make_problem(replace(self.problem.case, dtype="float32")))
-        ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-        return {name: 1.5 * ratio * allowed for name, allowed in single.allowed.items()}
-
-    def judge(self, result: Named) -> Accuracy:
-        """`result`: the full output, and gradients for `dout` zero outside the sample."""
-        found = []
-        for name, x in self.problem.picked(result).items():
-            max_error, rms_error = self._error(name, x)
-            found.append(Accuracy(name, max_error, rms_error, self.allowed[name]))
-        return max(
-            found, key=lambda a: math.inf if math.isnan(a.max_error) else a.max_error / a.allowed
-        )
-
-    def _error(self, name: str, x: Tensor) -> tuple[float, float]:
-        difference = x.detach().double() - self.exact[name]
-        unit = self.unit[name]
-        return difference.abs().max().item() / unit, difference.square().mean().sqrt().item() / unit
+        if columns is None:
+            columns = torch.arange(key.shape[-2], device=rows.device)
+        logits = logits.masked_fill(columns > rows[:, None], -math.inf)
+    return torch.softmax(logits, dim=-1)
 
 
 class _Draw:

@@ -39,6 +39,7 @@ class Provider:
             or "yardstick" (computes something else; no accuracy).
         growth: time grows like n ** growth; 2 makes the harness probe before it starts a long n.
         matrices: how many n x n matrices are alive at once, for the guard against swapping.
+        certified: approximates and certifies its error, to which it is held.
         compiles: compiles for each shape, so memory is taken after a call of the same shape.
     """
 
@@ -49,6 +50,7 @@ class Provider:
     build: Callable[[Any], Bound]
     why_not: Callable[[Case], Reason] = lambda case: None
     matrices: Callable[[Case], int] = lambda case: 0
+    certified: bool = False
     compiles: bool = False
 
 
@@ -82,9 +84,22 @@ def table() -> dict[str, Provider]:
         Provider("linear", layer, yardstick, 1, _linear),
         Provider("sdpa layer", layer, exact, 2, _sdpa_layer),
         Provider("nn.MultiheadAttention", module, exact, 2, _multihead),
-        Provider("boltzattn self_attention", layer + module, exact, layer_growth, _self_attention),
         Provider(
-            "boltzattn LowRankAttention", module, exact, layer_growth, _low_rank, _low_rank_why_not
+            "boltzattn self_attention",
+            layer + module,
+            exact,
+            layer_growth,
+            _self_attention,
+            certified=True,
+        ),
+        Provider(
+            "boltzattn LowRankAttention",
+            module,
+            exact,
+            layer_growth,
+            _low_rank,
+            _low_rank_why_not,
+            certified=True,
         ),
     ]
     return {row.name: row for row in rows}
@@ -302,6 +317,7 @@ def _boltzattn_attention() -> list[Provider]:
             growth=1 if method == "transform" else 2,
             build=partial(_boltzattn, method, backend),
             why_not=partial(_boltzattn_why_not, method, backend),
+            certified=method == "transform",
         )
         for method in boltzattn.METHODS
         for backend in boltzattn.BACKENDS

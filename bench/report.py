@@ -32,7 +32,7 @@ speed-up  over the faster of `sdpa` and `sdpa padded` (layers: one linear map; m
 of clone  bytes that must be moved / time, relative to value.clone() in the same run
 extra MB  peak memory of a call beyond its inputs and results, in a process of its own
 errors    against fp64, relative to max|value| (gradients: max|gradient|), worst tensor,
-          on a sample of queries when n is large; !: beyond twice the error of eager torch
+          on a sample of queries when n is large; !: beyond what accuracy.py allows
 ~         extrapolated, not measured"""
 
 

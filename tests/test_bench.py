@@ -10,6 +10,7 @@ import torch
 
 from bench import __main__ as cli
 from bench import (
+    accuracy,
     cases,
     child,
     extrapolation,
@@ -114,24 +115,24 @@ def test_every_exact_provider_agrees_with_the_oracle(case):
         if reason or provider.kind != "exact" or provider.compiles:
             continue
         bound = provider.build(problem)
-        judge = problems.Judge(problem, bound.weights)
-        accuracy = judge.judge(measure.result_for_check(problem, bound))
+        judge = accuracy.Judge(problem, bound.weights)
+        found = judge.judge(measure.result_for_check(problem, bound))
         # What a report allows is a matter of ulps; half of the digits tell the same function.
-        assert accuracy.max_error < torch.finfo(problem.bulk.dtype).eps ** 0.5, (name, accuracy)
+        assert found.max_error < torch.finfo(problem.bulk.dtype).eps ** 0.5, (name, found)
 
 
 def test_the_oracle_sees_a_wrong_row_and_a_wrong_gradient():
     problem = problems.make_problem(Case(n=64, passes="both"))
-    judge = problems.Judge(problem)
+    judge = accuracy.Judge(problem)
     right = measure.result_for_check(problem, providers.table()["naive"].build(problem))
     assert judge.judge(right).passed
     for name in ("out", "dq", "dk", "dv"):
         wrong = {key: x.clone() for key, x in right.items()}
         wrong[name][0, 0, 17] += 1e-3 * judge.unit[name]
-        accuracy = judge.judge(wrong)
-        assert accuracy.tensor == name
-        assert not accuracy.passed
-        assert accuracy.max_error == pytest.approx(1e-3, rel=1e-2)
+        found = judge.judge(wrong)
+        assert found.tensor == name
+        assert not found.passed
+        assert found.max_error == pytest.approx(1e-3, rel=1e-2)
         wrong[name].fill_(math.nan)
         assert not judge.judge(wrong).passed
 
@@ -139,14 +140,43 @@ def test_the_oracle_sees_a_wrong_row_and_a_wrong_gradient():
 def test_double_precision_is_held_to_what_single_is_in_ulps():
     case = Case(n=200, passes="both", dtype="float64")
     problem = problems.make_problem(case)
-    judge = problems.Judge(problem)
-    single = problems.Judge(problems.make_problem(replace(case, dtype="float32")))
-    for name, allowed in judge.allowed.items():
-        assert allowed == pytest.approx(1.5 * 2.0**-29 * single.allowed[name])
+    judge = accuracy.Judge(problem)
+    single = accuracy.Judge(problems.make_problem(replace(case, dtype="float32")))
+    for name in ("out", "dq", "dk", "dv"):
+        assert judge.eager_error[name] == pytest.approx(1.5 * 2.0**-29 * single.eager_error[name])
     naive = measure.result_for_check(problem, providers.table()["naive"].build(problem))
     assert judge.judge(naive).passed
-    wrong = naive | {"dk": naive["dk"] + 1e-13 * judge.unit["dk"]}
+    wrong = naive | {"dk": naive["dk"] + 1e-12 * judge.unit["dk"]}
     assert not judge.judge(wrong).passed
+    assert judge.judge(wrong, certified=True).passed  # fp64 certifies 1e-10
+
+
+def test_the_rule_is_that_of_the_tests():
+    import errors
+
+    for name in ("EAGER_FACTOR", "FLOOR_ULPS", "CERTIFIED"):
+        assert getattr(accuracy, name) == getattr(errors, name)
+    assert accuracy.ulp(3.0, torch.float32) == errors.ulp(3.0, torch.float32) == 2.0**-22
+
+
+def test_eager_runs_differ_by_their_roundings_alone():
+    problem = problems.make_problem(Case(n=64, rank=3, passes="both", causal=True))
+    exact, other = problem.dense(torch.float64), problem.dense(torch.float64, 5)
+    for name in exact:
+        torch.testing.assert_close(exact[name], other[name], rtol=1e-10, atol=1e-12)
+    assert not torch.equal(
+        problem.dense(torch.float32)["out"], problem.dense(torch.float32, 5)["out"]
+    )
+
+
+def test_more_eager_runs_only_for_what_is_over_the_limit():
+    problem = problems.make_problem(Case(n=64))
+    judge = accuracy.Judge(problem)
+    right = measure.result_for_check(problem, providers.table()["naive"].build(problem))
+    assert judge.judge(right).passed
+    assert judge.runs == 1
+    assert not judge.judge({"out": right["out"] + 1e-4}).passed
+    assert judge.runs == accuracy.EAGER_RUNS
 
 
 def test_sampled_oracle_is_the_dense_one_on_its_rows(monkeypatch):
@@ -162,7 +192,7 @@ def test_sampled_oracle_is_the_dense_one_on_its_rows(monkeypatch):
     # Gradients of the loss on these rows, through a provider that knows nothing of samples.
     double = problems.make_problem(replace(case, dtype="float64"))
     naive = providers.table()["naive"].build(double)
-    assert problems.Judge(double).judge(measure.result_for_check(double, naive)).passed
+    assert accuracy.Judge(double).judge(measure.result_for_check(double, naive)).passed
 
 
 # -- the accuracy gate --------------------------------------------------------------------------
