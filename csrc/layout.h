@@ -63,9 +63,10 @@ BOLTZATTN_HD double bernstein_rho(double strip, double half) {
 BOLTZATTN_HD Axis make_axis(double low, double high, double strip, int nodes, double precision) {
   const double widest = panel_half_width(strip, nodes, precision);
   const double panels = ::fmax(1.0, ::ceil((high - low) / (2 * widest)));
-  const double half = (high - low) / (2 * panels);
-  if (half > 1e-9 * widest) return {int(panels), nodes, low, half};
-  return {1, nodes, (low + high) / 2 - widest, widest};  // all tokens in one place
+  if (high > low) return {int(panels), nodes, low, (high - low) / (2 * panels)};
+  // All tokens in one place: nodes around it, no farther than it is from 0.
+  const double half = low == 0 ? widest : ::fmin(widest, ::fabs(low) / 2);
+  return {1, nodes, low - half, half};
 }
 
 // A degenerate range (one key, or all keys equal) gets a width on which B is at most 1.

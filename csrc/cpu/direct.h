@@ -38,6 +38,15 @@ static void add_bool_mask(const uint8_t* mask, int64_t stride, int64_t count, bo
     to[j] = (mask[j * stride] != 0) == allowed ? to[j] : T(-INFINITY);
 }
 
+// An additive mask in units of ln 2. The lowest finite number stays finite: a row full of it is not
+// a row that may attend to nothing.
+template <class T>
+BOLTZATTN_INLINE T scaled_bias(T x) {
+  const T scaled = x * T(kLog2e);
+  const T lowest = sizeof(T) == 8 ? T(-1.7976931348623157e308) : T(-3.4028234663852886e38);
+  return scaled == T(-INFINITY) && x != T(-INFINITY) ? lowest : scaled;
+}
+
 // Everything that forbids or shifts logits of the tile (first_row, first_key). Columns past `keys`
 // are padding and are forbidden.
 template <class T>
@@ -46,20 +55,17 @@ struct TileMask {
   int64_t h;
   T* key_bias;  // [kKeyBlock]
   T* row_bias;  // [kKeyBlock]
-  bool biased = false;
 
   void start_keys(int64_t first_key, int64_t keys) {
-    biased = keys < kKeyBlock || call.key_mask;
-    if (!biased) return;
-    for (int64_t j = 0; j < kKeyBlock; ++j) key_bias[j] = j < keys ? T(0) : T(-INFINITY);
     const Matrix& m = call.key_mask;
     if (!m) return;
+    for (int64_t j = 0; j < keys; ++j) key_bias[j] = 0;
     if (m.dtype == DType::kBool) {
       add_bool_mask(static_cast<const uint8_t*>(m.data) + m.head[h] + first_key * m.column,
                     m.column, keys, false, key_bias);
     } else {
       read_block(m, h, 0, first_key, 1, keys, key_bias, 0, 1);
-      for (int64_t j = 0; j < keys; ++j) key_bias[j] *= T(kLog2e);
+      for (int64_t j = 0; j < keys; ++j) key_bias[j] = scaled_bias(key_bias[j]);
     }
   }
 
@@ -67,18 +73,19 @@ struct TileMask {
     const Matrix& m = call.attn_mask;
     for (int64_t i = 0; i < rows; ++i) {
       T* row = scores + i * kKeyBlock;
-      if (biased)
-        for (int64_t j = 0; j < kKeyBlock; ++j) row[j] += key_bias[j];
+      if (call.key_mask)
+        for (int64_t j = 0; j < keys; ++j) row[j] += key_bias[j];
       if (m && m.dtype == DType::kBool) {
         const int64_t at = m.head[h] + (first_row + i) * m.row + first_key * m.column;
         add_bool_mask(static_cast<const uint8_t*>(m.data) + at, m.column, keys, true, row);
       } else if (m) {
         read_block(m, h, first_row + i, first_key, 1, keys, row_bias, 0, 1);
-        for (int64_t j = 0; j < keys; ++j) row[j] += row_bias[j] * T(kLog2e);
+        for (int64_t j = 0; j < keys; ++j) row[j] += scaled_bias(row_bias[j]);
       }
       if (call.is_causal)
         for (int64_t j = first_row + i + 1 - first_key; j < keys; ++j)
           if (j >= 0) row[j] = T(-INFINITY);
+      for (int64_t j = keys; j < kKeyBlock; ++j) row[j] = T(-INFINITY);
     }
   }
 };
@@ -217,9 +224,55 @@ static void add_query_gradient(int64_t rows, int64_t rank, const T* ds, const T*
   }
 }
 
+// What a row's weights are rebuilt from: 2^(score - high - low). From the fp64 lse, cut in two; for
+// fp64 scores that is not precise enough, and the row's maximum and sum are found again.
 template <class T>
-static void direct_backward_keys(const AttentionGradient& g, const T* delta, int64_t h,
-                                 int64_t first_key, int64_t key_end, T* dq_share) {
+struct RowNorm {
+  T high, low;
+};
+
+template <class T>
+static void row_norms(const Attention& call, int64_t h, int64_t first, int64_t rows,
+                      RowNorm<T>* norms) {
+  if constexpr (sizeof(T) == 4) {
+    for (int64_t i = 0; i < rows; ++i) {
+      // A row that saw nothing has lse -inf; its scores are all -inf and must stay so.
+      const double lse = call.lse[h * call.n_q + first + i] * kLog2e;
+      const T high = lse == -INFINITY ? T(0) : T(lse);
+      norms[i] = {high, lse == -INFINITY ? T(0) : T(lse - double(high))};
+    }
+  } else {
+    Scratch<Slot::kTask> scratch(int64_t(sizeof(T)) * (kRowBlock * (call.rank + 2) +
+                                                       kKeyBlock * (call.rank + kRowBlock + 2)),
+                                 6);
+    T* q = scratch.take<T>(kRowBlock * call.rank);
+    T* k = scratch.take<T>(call.rank * kKeyBlock);
+    T* scores = scratch.take<T>(kRowBlock * kKeyBlock);
+    auto* state = scratch.take<OnlineSoftmax<T>>(kRowBlock);
+    TileMask<T> mask{call, h, scratch.take<T>(kKeyBlock), scratch.take<T>(kKeyBlock)};
+    const ScoreTile<T> score = score_tile_for<T>(call.rank);
+    read_block(call.query, h, first, 0, rows, call.rank, q, call.rank, 1);
+    for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale * kLog2e);
+    for (int64_t i = 0; i < rows; ++i) state[i] = {};
+    const int64_t key_end = call.is_causal ? least(call.n_k, first + rows) : call.n_k;
+    for (int64_t key = 0; key < key_end; key += kKeyBlock) {
+      const int64_t keys = least(kKeyBlock, key_end - key);
+      if (keys < kKeyBlock) set_zero(k, call.rank * kKeyBlock);
+      read_block(call.key, h, key, 0, keys, call.rank, k, 1, kKeyBlock);
+      mask.start_keys(key, keys);
+      score(rows, call.rank, q, k, scores);
+      mask.apply(first, rows, key, keys, scores);
+      for (int64_t i = 0; i < rows; ++i) weigh_row(state[i], scores + i * kKeyBlock);
+    }
+    for (int64_t i = 0; i < rows; ++i)
+      norms[i] = {state[i].reference(), state[i].sum == 0 ? T(0) : T(::log2(state[i].sum))};
+  }
+}
+
+template <class T>
+static void direct_backward_keys(const AttentionGradient& g, const T* delta,
+                                 const RowNorm<T>* norms, int64_t h, int64_t first_key,
+                                 int64_t key_end, T* dq_share) {
   const Attention& call = g.call;
   const Panels<T> by_value{call.dv, kKeyBlock};   // dV
   const Panels<T> by_key{kKeyBlock, call.dv};     // V^T
@@ -240,8 +293,6 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta, int
   T* p = scratch.take<T>(kRowBlock * kKeyBlock);
   T* ds = scratch.take<T>(kRowBlock * kKeyBlock);
   T* factor = scratch.take<T>(kRowBlock * kKeyBlock);
-  T* lse_high = scratch.take<T>(kRowBlock);
-  T* lse_low = scratch.take<T>(kRowBlock);
   TileMask<T> mask{call, h, scratch.take<T>(kKeyBlock), scratch.take<T>(kKeyBlock)};
   const Dropout dropout(call, h);
   const ScoreTile<T> score = score_tile_for<T>(call.rank);
@@ -263,14 +314,6 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta, int
       for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale * kLog2e);
       grad_tile.read(g.grad_out, h, row, rows, grad_panels);
       read_block(g.grad_out, h, row, 0, rows, call.dv, grad_rows, call.dv, 1);
-      for (int64_t i = 0; i < rows; ++i) {
-        // Two words, so that a large lse keeps its fraction. A row that saw nothing has lse -inf;
-        // its scores are all -inf and must stay so.
-        const double lse = call.lse[h * call.n_q + row + i] * kLog2e;
-        lse_high[i] = lse == -INFINITY ? T(0) : T(lse);
-        lse_low[i] = lse == -INFINITY ? T(0) : T(lse - double(lse_high[i]));
-      }
-
       score(rows, call.rank, q, k, p);
       mask.apply(row, rows, key, keys, p);
       for (int64_t panel = 0; panel < by_key.count(); ++panel)
@@ -281,9 +324,10 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta, int
         T* ds_row = ds + i * kKeyBlock;
         if (dropout) dropout.apply(row + i, key, kKeyBlock, ds_row, ds_row);
         const T shift = delta[row + i];
+        const RowNorm<T> norm = norms[row + i];
 #pragma GCC unroll 4
         for (int64_t j = 0; j < kKeyBlock; j += L) {
-          const Vec<T> weight = exp2_of((load(p_row + j) - lse_high[i]) - lse_low[i]);
+          const Vec<T> weight = exp2_of((load(p_row + j) - norm.high) - norm.low);
           store(p_row + j, weight);
           store(ds_row + j, weight * (load(ds_row + j) - shift));
         }
@@ -337,12 +381,19 @@ static void direct_backward(const AttentionGradient& g, int64_t first_head, int6
       delta.data[(h - first_head) * n_q + i] = sum - lse_gradient;
     }
   });
+  Buffer<RowNorm<T>> norms(heads * n_q);
+  const int64_t norm_blocks = ceil_div(n_q, kRowBlock);
+  parallel(heads * norm_blocks, [&](int64_t task) {
+    const int64_t index = task / norm_blocks, first = task % norm_blocks * kRowBlock;
+    row_norms<T>(call, first_head + index, first, least(kRowBlock, n_q - first),
+                 norms.data + index * n_q + first);
+  });
   parallel(heads * shares, [&](int64_t task) {
     const int64_t h = first_head + task / shares, first = task % shares * keys;
     T* dq_share = dq.data + task * n_q * rank;
     set_zero(dq_share, n_q * rank);
-    direct_backward_keys<T>(g, delta.data + task / shares * n_q, h, first,
-                            least(first + keys, call.n_k), dq_share);
+    direct_backward_keys<T>(g, delta.data + task / shares * n_q, norms.data + task / shares * n_q,
+                            h, first, least(first + keys, call.n_k), dq_share);
   });
   const int64_t rows = 1024, blocks = ceil_div(n_q, rows);
   parallel(heads * blocks, [&](int64_t task) {

@@ -750,7 +750,9 @@ struct Transform {
           scaled.data[i * dwidth + call.dv] = pull * inverse * t[i];
         }
         gemm<double, true>(q, vectors, p, {e, 1, kMostNodes}, left.data, dwidth, values, dwidth);
-        gemm<double, true>(q, vectors, p, {e, 1, kMostNodes}, scaled.data, dwidth, slopes, dwidth);
+        if (range.t_min < 0 || range.t_max > 0)  // else every query is 0 and no key is felt
+          gemm<double, true>(q, vectors, p, {e, 1, kMostNodes}, scaled.data, dwidth, slopes,
+                             dwidth);
       }
     });
   }

@@ -186,15 +186,24 @@ def self_attention(
     return out if w_o is None else F.linear(out, w_o, b_o)
 
 
+def _boltz_parts(a: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(maximum, gaps below it, softmax, mean gap) along dim, all but the gaps of size 1 there.
+
+    The maximum only shifts: it takes no part in derivatives. Entries of -inf get gap and weight 0.
+    """
+    top = a.detach().amax(dim, keepdim=True)
+    gap = top - a
+    weight = torch.exp(-gap)
+    gap = torch.where(weight == 0, 0.0, gap)
+    p = weight / weight.sum(dim, keepdim=True)
+    return top, gap, p, (gap * p).sum(dim, keepdim=True)
+
+
 class _Boltz(torch.autograd.Function):
     @staticmethod
     def forward(a: Tensor, dim: int) -> Tensor:
-        top = a.amax(dim, keepdim=True)
-        gap = top - a
-        weight = torch.exp(-gap)
-        # A gap of inf has weight 0 and takes no part; inf * 0 would be NaN.
-        mean_gap = torch.where(weight == 0, 0.0, gap * weight).sum(dim) / weight.sum(dim)
-        return top.squeeze(dim) - mean_gap
+        top, _, _, mean_gap = _boltz_parts(a, dim)
+        return (top - mean_gap).squeeze(dim)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -205,9 +214,8 @@ class _Boltz(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (a,) = ctx.saved_tensors
         # In torch operations on purpose: this is what double backward differentiates.
-        p = torch.softmax(a, ctx.dim)
-        above = 1 + a - _Boltz.apply(a, ctx.dim).unsqueeze(ctx.dim)
-        return grad.unsqueeze(ctx.dim) * torch.where(p == 0, 0.0, p * above), None
+        _, gap, p, mean_gap = _boltz_parts(a, ctx.dim)
+        return grad.unsqueeze(ctx.dim) * p * (1 + (mean_gap - gap)), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, a: Tensor, dim: int) -> tuple[Tensor, int]:
@@ -282,7 +290,7 @@ def _canonical(
         )
 
     device = query.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         target = torch.get_autocast_dtype(device)
         query, key, value = (
             x if x.dtype == torch.float64 else x.to(target) for x in (query, key, value)

@@ -7,6 +7,7 @@ the sizes turn out to be at run time. Tensors are canonical (see `reference`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -28,6 +29,13 @@ library.define(
     "backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     f"Tensor out, Tensor lse, {_CALL}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
 )
+
+
+def _exact(device: str) -> contextlib.AbstractContextManager:
+    """No autocast inside: the dtypes of the tensors are what the caller has settled on."""
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def request_of(
@@ -70,7 +78,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     request = request_of(query, key, value, attn_mask, key_mask, dropout_p, is_causal)
     forward, _ = plan.choose(request, method, backend).kernels
-    return forward(query, key, value, attn_mask, key_mask, seed, scale, dropout_p, is_causal)
+    with _exact(request.device):
+        return forward(query, key, value, attn_mask, key_mask, seed, scale, dropout_p, is_causal)
 
 
 def _backward(
@@ -92,21 +101,22 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     request = request_of(query, key, value, attn_mask, key_mask, dropout_p, is_causal)
     _, backward = plan.choose(request, method, backend).kernels
-    return backward(
-        grad_out,
-        grad_lse,
-        query,
-        key,
-        value,
-        out,
-        lse,
-        attn_mask,
-        key_mask,
-        seed,
-        scale,
-        dropout_p,
-        is_causal,
-    )
+    with _exact(request.device):
+        return backward(
+            grad_out,
+            grad_lse,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            attn_mask,
+            key_mask,
+            seed,
+            scale,
+            dropout_p,
+            is_causal,
+        )
 
 
 library.impl("forward", _forward, "CompositeExplicitAutograd")

@@ -77,8 +77,10 @@ def weights(logits: Tensor) -> tuple[Tensor, Tensor]:
     top = top.masked_fill(top == -math.inf, 0.0)
     unnormalised = (logits - top).exp()
     total = unnormalised.sum(-1, keepdim=True)
-    lse = (top.double() + total.double().log()).squeeze(-1)
-    return unnormalised / total.masked_fill(total == 0, 1.0), lse
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (top.double() + total.double().log()).masked_fill(empty, -math.inf).squeeze(-1)
+    return unnormalised / total, lse
 
 
 def _mix32(x: Tensor) -> Tensor:
