@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boltzattn import reference
-from boltzattn.ops import library
+from boltzattn import plan, reference, reference_transform
+from boltzattn.ops import library, request_of
 
 Options = tuple[float, float, bool, str, str]  # scale, dropout_p, is_causal, method, backend
 
@@ -115,11 +115,18 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        scale, dropout_p, is_causal, _method, _backend = ctx.options
-        grad_out, grad_lse, query, key, value = reference.direct_double_backward(
-            grads, *ctx.saved_tensors, scale, dropout_p, is_causal
-        )
-        return grad_out, grad_lse, query, key, value, None, None, None, None, None, None
+        scale, dropout_p, is_causal, method, backend = ctx.options
+        *tensors, attn_mask, key_mask, _seed = ctx.saved_tensors
+        request = request_of(*tensors[2:], attn_mask, key_mask, dropout_p, is_causal)
+        if plan.choose(request, method, backend).method == "transform" and not is_causal:
+            results = reference_transform.transform_double_backward(
+                grads, *tensors, key_mask, scale
+            )
+        else:
+            results = reference.direct_double_backward(
+                grads, *ctx.saved_tensors, scale, dropout_p, is_causal
+            )
+        return *results, None, None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[tuple[Tensor, ...], tuple]:

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from boltzattn import reference
+from boltzattn import reference, reference_transform
 
 METHODS = ("direct", "transform")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -70,7 +70,13 @@ def _cpu_kernels(method: str) -> tuple[Callable, Callable]:
 
 
 def _reference_kernels(method: str) -> tuple[Callable, Callable]:
-    return {"direct": (reference.direct_forward, reference.direct_backward)}[method]
+    return {
+        "direct": (reference.direct_forward, reference.direct_backward),
+        "transform": (
+            reference_transform.transform_forward,
+            reference_transform.transform_backward,
+        ),
+    }[method]
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ BACKENDS: dict[str, Backend] = {
             "reference",
             "eager torch",
             None,
-            ("direct",),
+            ("direct", "transform"),
             lambda: None,
             _reference_kernels,
             mask_gradient=True,

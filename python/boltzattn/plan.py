@@ -28,6 +28,9 @@ TRANSFORM_HEAD = 60_000.0  # the core, at ordinary temperatures
 TRANSFORM_HEAD_COLUMN = 900.0
 TRANSFORM_TOKEN = 20.0  # a query or a key
 TRANSFORM_TOKEN_COLUMN = 0.4
+# A head of the reference's transform is some hundred calls of torch; against the reference's own
+# direct method it breaks even at about 1,800 tokens.
+REFERENCE_TRANSFORM_HEAD = 3e6
 
 
 def direct_cost(request: Request) -> float:
@@ -38,9 +41,9 @@ def direct_cost(request: Request) -> float:
     return pairs * (DIRECT_PAIR + DIRECT_PAIR_COLUMN * (request.rank + request.dv))
 
 
-def transform_cost(request: Request) -> float:
+def transform_cost(request: Request, head: float = TRANSFORM_HEAD) -> float:
     """Nanoseconds of one core for the transform, forward; causal calls take one per level."""
-    head = TRANSFORM_HEAD + TRANSFORM_HEAD_COLUMN * request.dv
+    head = head + TRANSFORM_HEAD_COLUMN * request.dv
     token = TRANSFORM_TOKEN + TRANSFORM_TOKEN_COLUMN * request.dv
     if not request.is_causal:
         return request.heads * (head + token * (request.n_q + request.n_k))
@@ -59,7 +62,9 @@ def choose(request: Request, method: str, backend: str) -> Plan:
         if not backends.method_why_not(request, "transform") and backends.can_serve(
             request, "transform", backend
         ):
-            method = "transform" if transform_cost(request) < direct_cost(request) else "direct"
+            slow = backends.select(request, "transform", backend).name == "reference"
+            cost = transform_cost(request, REFERENCE_TRANSFORM_HEAD if slow else TRANSFORM_HEAD)
+            method = "transform" if cost < direct_cost(request) else "direct"
     served_by = backends.select(request, method, backend)
     kernels = served_by.kernels(method)
     if method == "transform" and request.is_causal:
