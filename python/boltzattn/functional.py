@@ -328,6 +328,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(
                 f"{name} must have at least 2 dimensions [..., n, width], got shape {_shape(x)}"
             )
+        if x.ndim > 2 and x.shape[-3] == 0:
+            raise ValueError(f"{name} must have at least 1 head (dimension -3), got {_shape(x)}")
     if query.shape[-1] == 0:
         raise ValueError(f"query must have rank (last dimension) at least 1, got {_shape(query)}")
     if query.shape[-1] != key.shape[-1]:

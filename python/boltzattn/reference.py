@@ -187,9 +187,10 @@ def direct_backward(
         factor = _dropout_factor(seed, rows, k, dropout_p)
         grad_probability = (g @ v.transpose(-1, -2)) * factor
         mean = (probability * grad_probability).sum(-1, keepdim=True)
+        centred = grad_probability - mean
         if grad_lse is not None:
-            mean = mean - grad_lse[..., rows, None].to(work)
-        grad_logits = probability * (grad_probability - mean)
+            centred = centred + grad_lse[..., rows, None].to(work)
+        grad_logits = probability * centred
         grad_query[..., rows, :] = (grad_logits @ k) * scale
         grad_key += grad_logits.transpose(-1, -2) @ (q * scale)
         grad_value += (probability * factor).transpose(-1, -2) @ g
