@@ -1,15 +1,28 @@
 # make bench   the main job: set up if needed, measure, print a table, write a picture
 # make test    set up if needed, run every test that needs no GPU
+# make bench-full   the whole grid of benchmarks with every peer, resumable; make micro: the kernels
 # make venv, lint, format, test-full, sanitize: see below
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: bench test test-full sanitize lint format venv clean
+.PHONY: bench bench-full micro test test-full sanitize lint format venv clean
 
 bench: venv
 	$(BIN)/python -m bench
+
+bench-full: venv $(VENV)/.peers
+	$(BIN)/python -m bench --full
+
+# Saved under .benchmarks: `.venv/bin/pytest-benchmark compare` shows runs side by side.
+micro: venv
+	$(BIN)/python -m pytest -q bench/micro --benchmark-autosave --benchmark-columns=median,iqr,rounds
+
+# A peer that does not install is listed as missing in the results.
+$(VENV)/.peers: bench/requirements.txt $(VENV)/.requirements
+	-$(BIN)/pip install --quiet -r bench/requirements.txt
+	@touch $@
 
 test: venv
 	$(BIN)/python -m pytest -q -m "not full"

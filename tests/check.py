@@ -7,7 +7,7 @@ from typing import Any
 import boltzattn
 import torch
 from errors import assert_accurate
-from oracle import Result, eagers, oracle
+from oracle import Result, eagers, magnitudes, oracle
 from servers import Server
 from torch import Tensor
 
@@ -52,7 +52,7 @@ def assert_attention(
         actual._asdict(),
         oracle(*tensors, **call)._asdict(),
         eagers(*tensors, **call),
-        value=value,
+        magnitudes=magnitudes(*tensors, **call),
         method=server.method,
     )
     return actual

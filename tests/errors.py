@@ -3,8 +3,8 @@
 Against an fp64 oracle a result may be off by at most
 
     2 x the error of eager PyTorch in the same dtype on the same inputs, or
-    4 ulp of the largest magnitude involved (of `value` for the output, of the oracle's own
-      numbers for gradients and lse),
+    4 ulp of the largest magnitude involved (of `value` for the output, of the terms that
+      gradients are sums of, of lse itself),
 
 whichever is larger. Where the oracle is inf or NaN, so must the result be. A method that
 approximates and certifies its error (every one but `direct`) is held to its certificate instead of
@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 import torch
+from oracle import largest
 from torch import Tensor
 
 EAGER_FACTOR = 2.0
@@ -35,12 +36,6 @@ def ulp(magnitude: float, dtype: torch.dtype) -> float:
     return math.ldexp(info.eps, exponent)
 
 
-def largest(x: Tensor) -> float:
-    """The largest finite magnitude in x."""
-    finite = x.detach().double()[x.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0
-
-
 def error_of(x: Tensor, oracle: Tensor) -> float:
     """The largest deviation where the oracle is finite; inf if x is not finite there."""
     off = (x.detach().double() - oracle)[oracle.isfinite()].abs()
@@ -52,10 +47,10 @@ def assert_accurate(
     oracle: Mapping[str, Tensor],
     eagers: Iterable[Mapping[str, Tensor]],
     *,
-    value: Tensor | None = None,
+    magnitudes: Mapping[str, float] | None = None,
     method: str = "direct",
 ) -> None:
-    """Hold the named tensors to the rule; `value` gives the magnitude of the one named "out"."""
+    """Hold the named tensors to the rule; a magnitude that is not given is the oracle's own."""
     floor, worst = {}, dict.fromkeys(actual, 0.0)
     dtype = next(iter(actual.values())).dtype  # of the inputs; lse may be wider
     for name, x in actual.items():
@@ -70,7 +65,7 @@ def assert_accurate(
             equal_nan=True,
             msg=lambda m, name=name: f"{name}: inf and NaN are not where the oracle's are. {m}",
         )
-        magnitude = largest(truth if name != "out" or value is None else value)
+        magnitude = (magnitudes or {}).get(name, largest(truth))
         floor[name] = FLOOR_ULPS * ulp(magnitude, x.dtype)
         if method != "direct":
             floor[name] = max(floor[name], CERTIFIED.get(dtype, 0.0) * magnitude)

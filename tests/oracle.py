@@ -143,6 +143,49 @@ def oracle(
     return eager(*doubles, None if grad_lse is None else grad_lse.double(), **call)
 
 
+def magnitudes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    keep: Tensor | None = None,
+    dropout_p: float = 0.0,
+    **masks: Any,
+) -> dict[str, float]:
+    """How large the terms are whose sums the results are: what roundings are proportional to.
+
+    For the output, sum_j p_ij |v_j|, that is max|value|. For the gradients the same with their own
+    terms, because `dP - D` may cancel to nothing while the rounding errors of dP and D do not.
+    """
+    query, key, value = (x.double() for x in _same_lead(query, key, value))
+    q, k, v, g = (x.abs() for x in (query, key, value, grad_out.double()))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    bias = logit_bias(q.shape[-2], k.shape[-2], q.dtype, **masks, has_heads=q.ndim > 2)
+    logits = query @ key.transpose(-1, -2) * scale + bias
+    weights = logits.softmax(-1).nan_to_num(nan=0.0)  # rows that may attend to nothing
+    alive = 1.0 if keep is None else keep.double() / (1.0 - dropout_p)
+    terms = weights * (g @ v.transpose(-1, -2)) * alive
+    if grad_lse is not None:
+        terms = terms + weights * grad_lse.double().abs().unsqueeze(-1)
+    found = {
+        "out": value,
+        "lse": logits.logsumexp(-1),
+        "grad_query": terms @ k * scale,
+        "grad_key": terms.transpose(-1, -2) @ q * scale,
+        "grad_value": (weights * alive).transpose(-1, -2) @ g,
+    }
+    return {name: largest(x) for name, x in found.items()}
+
+
+def largest(x: Tensor) -> float:
+    """The largest finite magnitude in x."""
+    finite = x.detach().double()[x.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
 def _extended(
     query: Tensor,
     key: Tensor,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from check import run
 from errors import assert_accurate
-from oracle import eagers, oracle
+from oracle import eagers, magnitudes, oracle
 from servers import Server, facts, servers
 from torch import Tensor
 
@@ -139,10 +139,10 @@ def test_output_and_gradients_given_the_pattern(
     actual = run(server, *tensors, dropout_p=dropout_p, is_causal=is_causal)
     call = {"keep": keep, "dropout_p": dropout_p, "is_causal": is_causal}
     truth = oracle(*tensors, **call)._asdict()
-    # A survivor counts 1 / (1 - p) times, and so does its value.
-    value = tensors[2] / (1.0 - dropout_p)
+    sizes = magnitudes(*tensors, **call)
+    sizes["out"] /= 1.0 - dropout_p  # a survivor counts that much more
     yardsticks = eagers(*tensors, **call)
-    assert_accurate(actual._asdict(), truth, yardsticks, value=value, method=server.method)
+    assert_accurate(actual._asdict(), truth, yardsticks, magnitudes=sizes, method=server.method)
 
 
 @pytest.mark.parametrize("server", DROPPING, ids=str)

@@ -13,7 +13,7 @@ from check import assert_attention
 from errors import assert_accurate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import Result, eagers, oracle
+from oracle import Result, eagers, magnitudes, oracle
 from servers import ANY_RANK, Server, facts, servers, servers_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -204,7 +204,7 @@ def test_grouped_heads(heads: int, key_heads: int, kind: str, server: Server) ->
             compute(function, attn_mask=its_mask),
             truth,
             map(flat, eagers(*grouped, attn_mask=both, **call)),
-            value=value,
+            magnitudes=magnitudes(*grouped, attn_mask=both, **call),
             method=server.method,
         )
 

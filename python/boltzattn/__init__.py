@@ -3,6 +3,7 @@
 from boltzattn._version import __version__
 from boltzattn.backends import BACKENDS, METHODS, use_backend, use_method
 from boltzattn.functional import attention, boltz, explain, self_attention
+from boltzattn.merging import merge
 
 __all__ = [
     "BACKENDS",
@@ -11,6 +12,7 @@ __all__ = [
     "attention",
     "boltz",
     "explain",
+    "merge",
     "self_attention",
     "use_backend",
     "use_method",

@@ -182,6 +182,12 @@ def use_method(name: str) -> Iterator[None]:
         _preference.method = before
 
 
+def can_serve(request: Request, method: str, backend: str) -> bool:
+    """Whether the named backend, or with "auto" any, can serve the request by this method."""
+    candidates = BACKENDS.values() if backend == "auto" else [BACKENDS[backend]]
+    return any(not candidate.why_not(request, method) for candidate in candidates)
+
+
 @lru_cache(maxsize=1024)
 def select(request: Request, method: str, backend: str) -> Backend:
     """The backend that serves the request by the given method.

@@ -1,0 +1,114 @@
+"""`python -m bench`: measure, print the table, write CSV and figures."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from bench import cases, environment, measure, plot, providers, report, results
+from bench.cases import Entry
+from bench.results import Record, Records
+
+DEFAULT_OUT = Path(__file__).parent / "results"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    grid = list(cases.full() if options.full else cases.quick())
+    grid = [entry for device in _devices(options.device) for entry in on_device(grid, device)]
+    if options.only:
+        grid = list(only(grid, options.only))
+        if not grid:
+            print(f"--only {options.only!r} matches no case; see --list", file=sys.stderr)
+            return 2
+    if options.list:
+        for entry in grid:
+            print(entry.case.label, "|", ", ".join(able(entry)))
+        return 0
+
+    here = environment.detect()
+    print(here, "\n")
+    out = options.out
+    path = out / (f"{here.machine}-{here.commit}.csv" if options.full else "quick.csv")
+    records = results.load(path) if options.full and path.exists() else []
+    records = run(grid, here, records, path, measure.FULL if options.full else measure.QUICK)
+    print(report.table(records))
+    if options.full:
+        print("\n" + report.target_table(records))
+    figures = plot.figures(records, out, prefix="" if options.full else "quick-")
+    print("\n" + "\n".join(f"wrote {p}" for p in [path, *figures]))
+    return 0
+
+
+def run(
+    grid: list[Entry],
+    here: environment.Environment,
+    records: Records,
+    path: Path,
+    effort: measure.Effort,
+) -> Records:
+    """Measure what is not there yet; the CSV is whole after every case."""
+    todo = [e for e in grid if not results.is_done(e, here, records, able(e))]
+    cost = [measure.expected_seconds(entry, able(entry), effort) for entry in todo]
+    layout = "{percentage:3.0f}%|{bar}| {elapsed} spent, {remaining} left, {postfix}"
+    with tqdm(total=sum(cost), bar_format=layout, disable=None) as bar:
+        for entry, weight in zip(todo, cost, strict=True):
+            bar.set_postfix_str(entry.case.label)
+            fresh = [Record(here, entry.case, row) for row in measure.measure(entry, effort)]
+            records = results.replace_case(records, fresh)
+            results.save(path, records)
+            bar.update(weight)
+    # In the order of the grid, whatever order they were measured in; others' rows stay out.
+    order = {entry.case: i for i, entry in enumerate(grid)}
+    mine = [r for r in records if r.environment == here and r.case in order]
+    return sorted(mine, key=lambda r: order[r.case])
+
+
+def able(entry: Entry) -> list[str]:
+    """Providers that can serve the entry on this machine now."""
+    reasons = providers.taking_part(entry.case, entry.providers)
+    return [name for name, reason in reasons.items() if reason is None]
+
+
+def only(grid: Iterable[Entry], pattern: str) -> Iterator[Entry]:
+    """Entries where `<case label> <provider>` matches for an able one; baselines stay in."""
+    for entry in grid:
+        names = providers.taking_part(entry.case, entry.providers)
+        able = [name for name, reason in names.items() if reason is None]
+        hits = [n for n in able if re.search(pattern, f"{entry.case.label} {n}")]
+        if hits:
+            kept = dict.fromkeys([*hits, *providers.BASELINES[entry.case.level], "clone"])
+            yield replace(entry, providers=tuple(kept))
+
+
+def on_device(grid: Iterable[Entry], device: str) -> Iterator[Entry]:
+    """The grid for a device; the number of CPU threads is an axis of the CPU alone."""
+    for entry in grid:
+        if device == "cpu" or not entry.case.threads:
+            yield replace(entry, case=replace(entry.case, device=device))
+
+
+def _devices(wanted: str) -> list[str]:
+    there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return there if wanted == "all" else [wanted]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--full", action="store_true", help="the whole grid, resumable")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="directory of CSV, figures")
+    parser.add_argument("--only", metavar="REGEX", help="cases whose label or provider matches")
+    parser.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
+    parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""What is measured: problems as data, the quick grid and the full grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+LEVELS = ("attention", "layer", "module")
+PASSES = ("forward", "backward", "both")
+SHORT_DTYPE = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem. Everything that changes the work or its result is a field.
+
+    Example:
+        >>> Case(n=4096, rank=8, passes="both").label
+        'attention forward+backward n=4096 rank=8 dv=64 fp32'
+    """
+
+    n: int
+    rank: int = 1
+    dv: int = 64
+    heads: int = 1
+    batch: int = 1
+    dtype: str = "float32"
+    passes: str = "forward"
+    causal: bool = False
+    sharpness: float = 1.0  # factor on the logits: 1 is standard normal queries and keys
+    level: str = "attention"
+    dim: int = 0  # embedding width; 0 at the attention level
+    threads: int = 0  # 0: as many as torch takes by itself
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ValueError(f"level must be one of {LEVELS}, got {self.level!r}")
+        if self.passes not in PASSES:
+            raise ValueError(f"passes must be one of {PASSES}, got {self.passes!r}")
+        if (self.level == "attention") != (self.dim == 0):
+            raise ValueError(f"dim belongs to layers and modules, got {self.dim} at {self.level}")
+
+    @property
+    def label(self) -> str:
+        """One line that names the case; fields at their usual value are left out."""
+        passes = "forward+backward" if self.passes == "both" else self.passes
+        words = [self.level, passes, f"n={self.n}", f"rank={self.rank}", f"dv={self.dv}"]
+        words.append(SHORT_DTYPE[self.dtype])
+        usual = {f.name: f.default for f in fields(self)}
+        for name in ("batch", "heads", "dim", "sharpness", "threads"):
+            if getattr(self, name) != usual[name]:
+                words.append(f"{name}={getattr(self, name):g}")
+        if self.causal:
+            words.append("causal")
+        if self.device != "cpu":
+            words.append(self.device)
+        return " ".join(words)
+
+    @property
+    def backward(self) -> bool:
+        return self.passes != "forward"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A case, who takes part (providers whose name starts so; () = all) and the patience for it."""
+
+    case: Case
+    providers: tuple[str, ...] = ()
+    patience: float = 1.0  # factor on the longest call that is still measured
+
+
+BASIC = ("clone", "naive", "sdpa", "boltzattn")  # without the peers
+LINEAR = ("clone", "sdpa", "boltzattn transform")
+
+
+def quick() -> Iterator[Entry]:
+    """What `make bench` measures: the scaling with n of naive, SDPA and boltzattn."""
+    for passes in ("forward", "both"):
+        for n in (256, 1024, 4096, 16_384, 65_536, 1_048_576):
+            yield Entry(Case(n=n, passes=passes), BASIC)
+        for n in (1024, 4096):
+            yield Entry(Case(n=n, rank=8, passes=passes), BASIC)
+        yield Entry(Case(n=16_384, rank=8, passes=passes), ("clone", "sdpa padded", "boltzattn"))
+
+
+def full() -> Iterator[Entry]:
+    """The whole grid: one axis varied at a time around a few centres, each case once."""
+    seen = set()
+    for entry in _axes():
+        if entry.case not in seen:
+            seen.add(entry.case)
+            yield entry
+
+
+def _axes() -> Iterator[Entry]:
+    centre = Case(n=4096)
+
+    # Length. 16 shows the fixed cost of a call.
+    for passes in ("forward", "both"):
+        for n in (16, 256, 512, 1024, 2048, 4096, 8192, 16_384, 65_536, 262_144, 1_048_576):
+            yield Entry(replace(centre, n=n, passes=passes))
+        for n in (512, 1024, 4096, 16_384):
+            yield Entry(replace(centre, n=n, rank=8, passes=passes))
+    for n in (4096, 16_384, 1_048_576):
+        yield Entry(replace(centre, n=n, passes="backward"), BASIC)
+
+    # Rank, where the matrix products are small and where they are not.
+    for n in (512, 4096):
+        for rank in range(1, 17):
+            yield Entry(replace(centre, n=n, rank=rank), BASIC)
+    for rank in (2, 4, 16):
+        yield Entry(replace(centre, rank=rank, passes="both"), BASIC)
+
+    # Width of the values.
+    for dv in (8, 16, 32, 128, 256):
+        for passes in ("forward", "both"):
+            yield Entry(replace(centre, dv=dv, passes=passes), BASIC)
+        yield Entry(replace(centre, n=65_536, dv=dv), ("clone", "boltzattn transform"))
+
+    # Batch and heads.
+    for batch, heads in ((1, 8), (4, 8)):
+        for passes in ("forward", "both"):
+            yield Entry(replace(centre, batch=batch, heads=heads, passes=passes), BASIC)
+
+    # Number format.
+    for dtype in ("float64", "bfloat16", "float16"):
+        for rank in (1, 8):
+            for passes in ("forward", "both"):
+                yield Entry(replace(centre, rank=rank, dtype=dtype, passes=passes), BASIC)
+        yield Entry(replace(centre, n=65_536, dtype=dtype), ("clone", "boltzattn transform"))
+
+    # Causal.
+    for n in (1024, 4096, 16_384, 65_536):
+        yield Entry(replace(centre, n=n, causal=True))
+    for n in (4096, 16_384):
+        yield Entry(replace(centre, n=n, causal=True, passes="both"), BASIC)
+    yield Entry(replace(centre, rank=8, causal=True), BASIC)
+
+    # Temperature: sharper logits are harder for everybody.
+    for sharpness in (0.1, 10.0, 100.0, 1000.0):
+        for passes in ("forward", "both"):
+            yield Entry(replace(centre, sharpness=sharpness, passes=passes), BASIC)
+
+    # Threads.
+    for passes in ("forward", "both"):
+        yield Entry(replace(centre, threads=1, rank=8, passes=passes), BASIC)
+        yield Entry(replace(centre, threads=1, passes=passes), BASIC)
+        yield Entry(replace(centre, n=65_536, threads=1, passes=passes), LINEAR)
+
+    # Whole layers: projections and attention, against one linear map of the same width.
+    for passes in ("forward", "both"):
+        yield Entry(Case(n=65_536, rank=1, dv=1024, dim=1024, level="layer", passes=passes))
+        yield Entry(Case(n=4096, dv=32, heads=8, dim=256, level="layer", passes=passes))
+
+    # Modules: nn.MultiheadAttention, its replacement, and the bare function inside it.
+    yield Entry(Case(n=4096, dv=32, heads=8, dim=256, level="module"))
+    yield Entry(
+        Case(n=16_384, dv=64, heads=8, dim=512, level="module", passes="both"), patience=4.0
+    )

@@ -1,0 +1,107 @@
+"""Which machine, which code, which versions: the identity of a measurement."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import boltzattn
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+# A change in any of these makes it another program; results and documents do not.
+SOURCES = ("python", "csrc", "triton_kernels", "setup.py", "bench/*.py")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What every row carries. Rows of equal environments may stand in one table."""
+
+    machine: str
+    cpu: str
+    cores: int
+    default_threads: int  # what a case with threads=0 runs on
+    memory_gb: int
+    gpu: str
+    commit: str
+    python: str
+    torch: str
+    boltzattn: str
+
+    def __str__(self) -> str:
+        gpu = f", {self.gpu}" if self.gpu else ""
+        return (
+            f"{self.cpu}, {self.cores} cores, {self.default_threads} threads, "
+            f"{self.memory_gb} GB{gpu}; boltzattn {self.boltzattn} at {self.commit}, "
+            f"torch {self.torch}, Python {self.python}"
+        )
+
+
+def detect() -> Environment:
+    cpu, cores = _cpu_model(), len(_cores())
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    name = re.sub(r"[^a-z0-9]+", "-", f"{cpu} {cores}c {gpu}".lower()).strip("-")
+    return Environment(
+        machine=name,
+        cpu=cpu,
+        cores=cores,
+        default_threads=torch.get_num_threads(),
+        memory_gb=round(_meminfo("MemTotal") / 2**30),
+        gpu=gpu,
+        commit=_commit(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        boltzattn=boltzattn.__version__,
+    )
+
+
+def available_memory() -> int:
+    """Bytes that can be used without swapping."""
+    return _meminfo("MemAvailable")
+
+
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE)
+        if match:
+            return match[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _meminfo(field: str) -> int:
+    path = Path("/proc/meminfo")
+    if path.exists():
+        match = re.search(rf"^{field}:\s*(\d+) kB", path.read_text(), re.MULTILINE)
+        if match:
+            return int(match[1]) * 1024
+    # Elsewhere (macOS) only the total is known; the caller halves it anyway.
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _commit() -> str:
+    """Short hash, with a hash of the uncommitted changes of the sources if there are any."""
+    try:
+        head = _git("rev-parse", "--short=9", "HEAD").strip()
+        changes = _git("diff", "HEAD", "--", *SOURCES)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    if not changes:
+        return head
+    return f"{head}+{hashlib.sha1(changes.encode()).hexdigest()[:6]}"
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,46 @@
+"""What surrounds the reduction: projections, and the Boltzmann operator."""
+
+import boltzattn
+import pytest
+import torch
+
+
+def layer(heads: int, dim: int, n: int, rank: int, grad: bool):
+    """x, its projections as in nn.Linear, and a call of self_attention on them."""
+    x = torch.randn(1, n, dim, requires_grad=grad)
+    shapes = [(heads * rank, dim), (heads * rank, dim), (dim, dim), (dim, dim)]
+    weights = [(torch.randn(shape) / dim**0.5).requires_grad_(grad) for shape in shapes]
+    return [x, *weights], lambda: boltzattn.self_attention(x, *weights, num_heads=heads)
+
+
+@pytest.mark.benchmark(group="self_attention")
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize("rank", [1, 8])
+def test_forward(benchmark, heads, rank):
+    _, call = layer(heads, dim=256, n=1024, rank=rank, grad=False)
+    benchmark(call)
+
+
+@pytest.mark.benchmark(group="self_attention backward")
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize("rank", [1, 8])
+def test_backward(benchmark, heads, rank):
+    leaves, call = layer(heads, dim=256, n=1024, rank=rank, grad=True)
+    out = call()
+    grad_out = torch.randn_like(out)
+    benchmark(lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True))
+
+
+@pytest.mark.benchmark(group="project: q and k of one head from x")
+@pytest.mark.parametrize("width", [2, 1024])
+def test_project(benchmark, width):
+    """Two columns are what rank 1 needs of x; 1024 is one full linear map, for comparison."""
+    x, weight = torch.randn(4096, 1024), torch.randn(width, 1024)
+    benchmark(torch.nn.functional.linear, x, weight)
+
+
+@pytest.mark.benchmark(group="boltz")
+@pytest.mark.parametrize("call", ["boltz", "logsumexp"])
+def test_boltz(benchmark, call):
+    a = torch.randn(64, 4096)
+    benchmark({"boltz": boltzattn.boltz, "logsumexp": torch.logsumexp}[call], a, -1)

@@ -1,0 +1,172 @@
+"""Rows to text: one readable table, what was not measured and why, and the targets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bench.cases import Case
+from bench.extrapolation import best_baseline, estimate
+from bench.results import TOO_SLOW, Record, Records, Row
+from bench.targets import targets
+
+HEADINGS = tuple(
+    [
+        "n",
+        "provider",
+        "time",
+        "±",
+        "speed-up",
+        "tokens/s",
+        "of clone",
+        "extra MB",
+        "max err",
+        "rms err",
+    ]
+)
+LEGEND = """\
+time      median of interleaved repeats; ± interquartile range of it
+speed-up  over the faster of `sdpa` and `sdpa padded` (layers: one linear map; modules:
+          nn.MultiheadAttention) in the same run; none without a passed accuracy check
+of clone  bytes that must be moved / time, relative to value.clone() in the same run
+extra MB  peak memory of a call beyond its inputs and results, in a process of its own
+errors    against fp64, relative to max|value| (gradients: max|gradient|), worst tensor,
+          on a sample of queries when n is large; !: beyond twice the error of eager torch
+~         extrapolated, not measured"""
+
+
+def table(records: Records) -> str:
+    """Sections of cases that differ in n only, in the order of the records."""
+    sections: dict[Case, Records] = defaultdict(list)
+    for record in records:
+        sections[replace(record.case, n=0)].append(record)
+    blocks = []
+    for section in sections.values():
+        lines = [_cells(records, r) for r in sorted(section, key=lambda r: r.case.n) if _shown(r)]
+        if lines:
+            blocks.append(_title(section[0].case) + "\n" + aligned(HEADINGS, lines))
+        if missing := _not_measured(section):
+            blocks.append(missing)
+    return "\n\n".join([*blocks, LEGEND])
+
+
+def target_table(records: Records) -> str:
+    lines = []
+    for target in targets():
+        worst, met = target.worst(records), target.met(records)
+        value = "-" if worst is None else f"{worst:.3g}{target.unit}"
+        verdict = {True: "met", False: "MISSED", None: "not measured"}[met]
+        lines.append((target.claim, target.bound, value, verdict))
+    return aligned(("target", "bound", "worst", ""), lines)
+
+
+def aligned(headings: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
+    """Columns padded to equal width; numbers right, words left, an empty line between values of n.
+
+    Example:
+        >>> print(aligned(("a", "b"), [("x", "1")]))
+        a  b
+        x  1
+    """
+    widths = [max(len(line[i]) for line in [headings, *lines]) for i in range(len(headings))]
+    left = {"provider", "target", ""}
+    out = []
+    for line in [headings, *lines]:
+        cells = [
+            cell.ljust(width) if heading in left else cell.rjust(width)
+            for cell, width, heading in zip(line, widths, headings, strict=True)
+        ]
+        out.append("  ".join(cells).rstrip())
+    return "\n".join(out)
+
+
+def seconds(value: float) -> str:
+    """Three digits and a unit.
+
+    Example:
+        >>> seconds(0.00123), seconds(2200.0)
+        ('1.23 ms', '2,200 s')
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if value * factor >= 1 or unit == "µs":
+            return f"{three_digits(value * factor)} {unit}"
+    raise AssertionError("unreachable")
+
+
+def three_digits(value: float) -> str:
+    if value >= 1000:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:#.3g}".rstrip(".")
+
+
+def speedup(records: Records, record: Record) -> str:
+    """`3.1x`, `~310x` against an estimated baseline, `-` without a passed accuracy check."""
+    row = record.row
+    if row.kind == "approximate":
+        return "approx."
+    if not row.accurate:
+        return "" if row.kind == "yardstick" else "-"
+    if row.speedup is not None:
+        return f"{three_digits(row.speedup)}x"
+    baseline = best_baseline(records, record.case)
+    if baseline is None:
+        return ""
+    base_seconds, is_estimate = baseline
+    return f"{'~' if is_estimate else ''}{three_digits(base_seconds / row.seconds)}x"
+
+
+def _shown(record: Record) -> bool:
+    return record.row.measured or record.row.status == TOO_SLOW
+
+
+def _cells(records: Records, record: Record) -> tuple[str, ...]:
+    row, n = record.row, f"{record.case.n:,}"
+    if not row.measured:
+        guess = estimate(records, record)
+        return (n, row.provider, f"~{seconds(guess.seconds)}" if guess else "too slow", *[""] * 7)
+    return (
+        n,
+        row.provider,
+        seconds(row.seconds),
+        f"{row.spread:.0%}",
+        speedup(records, record),
+        _short(row.tokens_per_s),
+        "" if row.clone_fraction is None else f"{row.clone_fraction:.1%}",
+        "" if row.extra_mb is None else f"{row.extra_mb:,.0f}",
+        _error(row),
+        "" if row.rms_error is None else f"{row.rms_error:.0e}",
+    )
+
+
+def _error(row: Row) -> str:
+    if row.max_error is None:
+        return ""
+    mark = "" if row.accurate or row.kind != "exact" else "!"
+    return f"{mark}{row.max_error:.1e}"
+
+
+def _short(value: float) -> str:
+    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= factor:
+            return f"{three_digits(value / factor)} {unit}"
+    return three_digits(value)
+
+
+def _title(case: Case) -> str:
+    words = [w for w in case.label.split() if not w.startswith("n=")]
+    return "== " + " ".join(words) + " =="
+
+
+def _not_measured(section: Records) -> str:
+    """`naive: needs 48 GB of memory (n = 65,536)`, one line for each provider and reason."""
+    where: dict[tuple[str, str], list[int]] = defaultdict(list)
+    everywhere = {r.case.n for r in section}
+    for record in section:
+        if not record.row.measured:
+            where[record.row.provider, record.row.reason].append(record.case.n)
+    lines = []
+    for (provider, reason), lengths in where.items():
+        at = "" if set(lengths) == everywhere else f" (n = {', '.join(f'{n:,}' for n in lengths)})"
+        lines.append(f"  {provider}: {reason}{at}")
+    return "not measured\n" + "\n".join(lines) if lines else ""

@@ -1,0 +1,431 @@
+"""LowRankAttention: nn.MultiheadAttention with the rank of the QK product set free."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from boltzattn import backends, reference
+from boltzattn.functional import attention, self_attention
+from boltzattn.nn.approximation import Approximation, truncate
+from boltzattn.nn.inputs import check_inputs, check_mask
+
+
+class _DeclineFastPath:
+    """Stands where nn.MultiheadAttention has `in_proj_weight`.
+
+    nn.TransformerEncoder decides by its first layer's tensors whether to hand nested tensors to
+    a native kernel that would ignore this module. It declines as soon as one of them overrides
+    `__torch_function__`, in every mode, which is what this object is for. (`None` there raises
+    in eval mode with gradients on.)
+    """
+
+    requires_grad = False
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise TypeError(
+            "LowRankAttention has no in_proj_weight: q, k and v have different widths; "
+            "use q_proj_weight, k_proj_weight and v_proj_weight"
+        )
+
+
+_DECLINE_FAST_PATH = _DeclineFastPath()
+
+
+class LowRankAttention(nn.Module):
+    """Multi-head attention whose query and key have `rank` coordinates a head.
+
+    Constructor, call, masks and shapes are those of `torch.nn.MultiheadAttention`, except:
+
+    * `need_weights` is False by default (weights are n_q x n_k numbers; ask for them);
+    * a query that may attend to nothing gets the output bias, not NaN;
+    * `is_causal=True` works without `attn_mask`.
+
+    Args:
+        embed_dim: width of queries and of the result.
+        num_heads: number of heads.
+        dropout: probability of dropping an attention weight in training, as in
+            `nn.MultiheadAttention`. Only method "direct" can do it, in quadratic time:
+            `output_dropout` is the linear-time choice.
+        bias: biases of all four projections.
+        add_bias_kv, add_zero_attn: accepted as False only.
+        kdim, vdim: widths of key and value inputs; default `embed_dim`.
+        batch_first: inputs are `[batch, n, width]` rather than `[n, batch, width]`.
+        rank: coordinates of query and key a head; 1 runs in linear time.
+        head_dim: width of the values a head; default `embed_dim // num_heads`.
+        scale: factor on the logits; default `1 / sqrt(rank)`.
+        learnable_temperature: divide the logits of each head by `exp(log_temperature)`, a
+            parameter that starts at 0.
+        output_dropout: dropout on the result, after the output projection.
+        method, backend: as in `boltzattn.attention`.
+
+    Initialisation: the rows of W_Q, and those of W_K, are orthonormal. For inputs of unit variance
+    (what a LayerNorm gives) every coordinate of q and k then has variance exactly 1, and the
+    logits have standard deviation 1 for every rank, width and number of heads. A rank-1
+    query q_i acts as an inverse temperature on the keys, so a typical query starts out with
+    an effective share exp(-q_i^2) of the keys: neither the mean of everything, whose gradient
+    for q and k is weak, nor one key, whose gradient vanishes. (Xavier, which nn.MultiheadAttention
+    uses, counts the output width: its spread would depend on num_heads * rank.) Orthogonal rows
+    keep heads that see one direction each from seeing the same one. W_V, W_O and biases start
+    as in nn.MultiheadAttention.
+
+    Example:
+        >>> import torch, boltzattn.nn
+        >>> layer = boltzattn.nn.LowRankAttention(64, 8, batch_first=True)
+        >>> x = torch.randn(2, 1000, 64)
+        >>> out, weights = layer(x, x, x)
+        >>> out.shape, weights
+        (torch.Size([2, 1000, 64]), None)
+    """
+
+    # Read by nn.TransformerEncoderLayer; False makes it leave its fused kernel alone.
+    _qkv_same_embed_dim = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        rank: int = 1,
+        head_dim: int | None = None,
+        scale: float | None = None,
+        learnable_temperature: bool = False,
+        output_dropout: float = 0.0,
+        method: str = "auto",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        for name, size in (
+            ("embed_dim", embed_dim),
+            ("num_heads", num_heads),
+            ("rank", rank),
+            ("kdim", kdim),
+            ("vdim", vdim),
+            ("head_dim", head_dim),
+        ):
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(
+                f"num_heads must divide embed_dim when head_dim is not given, got embed_dim "
+                f"{embed_dim} and num_heads {num_heads}; pass head_dim (any width is possible)"
+            )
+        for name, given in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
+            if given:
+                raise ValueError(
+                    f"{name}=True is not supported by LowRankAttention; append the extra token "
+                    "to key and value before the call instead"
+                )
+        backends.check_name("method", method, backends.METHODS)
+        backends.check_name("backend", backend, tuple(backends.BACKENDS))
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"scale must be a finite number, got {scale}")
+        for name, p in (("dropout", dropout), ("output_dropout", output_dropout)):
+            if not 0.0 <= p <= 1.0:
+                raise ValueError(f"{name} must be between 0 and 1, got {p}")
+        if dropout > 0.0 and method not in ("auto", "direct"):
+            raise ValueError(
+                f"dropout={dropout} drops attention weights, which method {method!r} never forms; "
+                "use output_dropout, or method='direct' (quadratic time)"
+            )
+        if dropout > 0.0 and method == "auto" and rank == 1:
+            warnings.warn(
+                "dropout of attention weights makes training take method 'direct' (quadratic "
+                "time); output_dropout keeps rank 1 linear",
+                stacklevel=2,
+            )
+
+        self.embed_dim = embed_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.num_heads = num_heads
+        self.rank = rank
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.dropout = dropout
+        self.output_dropout = output_dropout
+        self.batch_first = batch_first
+        self.scale = scale
+        self.method = method
+        self.backend = backend
+        self.approximation: Approximation | None = None  # set by from_multihead
+
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        widths = self._widths = (num_heads * rank, num_heads * rank, num_heads * self.head_dim)
+        self.q_proj_weight = nn.Parameter(torch.empty(widths[0], embed_dim, **factory))
+        self.k_proj_weight = nn.Parameter(torch.empty(widths[1], self.kdim, **factory))
+        self.v_proj_weight = nn.Parameter(torch.empty(widths[2], self.vdim, **factory))
+        self.in_proj_bias = nn.Parameter(torch.empty(sum(widths), **factory)) if bias else None
+        self.out_proj = nn.Linear(widths[2], embed_dim, bias=bias, **factory)
+        self.log_temperature = (
+            nn.Parameter(torch.empty(num_heads, **factory)) if learnable_temperature else None
+        )
+        self.reset_parameters()
+
+    @property
+    def in_proj_weight(self) -> _DeclineFastPath:
+        return _DECLINE_FAST_PATH
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, as described in the class."""
+        for weight in (self.q_proj_weight, self.k_proj_weight):
+            rows, columns = weight.shape
+            # QR has no half-precision kernel; fp32 is exact enough to round from.
+            draw = torch.empty_like(weight, dtype=reference.accumulate_dtype(weight.dtype))
+            # With more rows than columns orthogonal_ shortens the rows; undo that.
+            nn.init.orthogonal_(draw, gain=max(1.0, rows / columns) ** 0.5)
+            weight.copy_(draw)
+        nn.init.xavier_uniform_(self.v_proj_weight)
+        self.out_proj.reset_parameters()
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+        if self.log_temperature is not None:
+            nn.init.zeros_(self.log_temperature)
+
+    @classmethod
+    def from_multihead(
+        cls,
+        mha: nn.MultiheadAttention,
+        rank: int,
+        *,
+        method: str = "auto",
+        backend: str = "auto",
+    ) -> LowRankAttention:
+        """The layer nearest to `mha` among those whose heads have this rank.
+
+        Values and output projection are kept; each head's bilinear form is replaced by its best
+        approximation of rank `rank` (see `boltzattn.nn.approximation.truncate`). The result is
+        exact to rounding for `rank >= mha.head_dim`. What was kept is in `.approximation`.
+
+        Example:
+            >>> mha = torch.nn.MultiheadAttention(64, 8, batch_first=True)
+            >>> print(LowRankAttention.from_multihead(mha, rank=8).approximation)
+            rank 8 -> 8, kept 100.0% of the logits' variance (worst head 100.0%)
+        """
+        if not isinstance(mha, nn.MultiheadAttention):
+            raise TypeError(f"mha must be an nn.MultiheadAttention, got {type(mha).__name__}")
+        if mha.in_proj_weight is not None:
+            w_q, w_k, w_v = mha.in_proj_weight.chunk(3)
+        else:
+            w_q, w_k, w_v = mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight
+        layer = cls(
+            mha.embed_dim,
+            mha.num_heads,
+            dropout=mha.dropout,
+            bias=mha.in_proj_bias is not None,
+            add_bias_kv=mha.bias_k is not None,
+            add_zero_attn=mha.add_zero_attn,
+            kdim=mha.kdim,
+            vdim=mha.vdim,
+            batch_first=mha.batch_first,
+            device=w_q.device,
+            dtype=w_q.dtype,
+            rank=rank,
+            method=method,
+            backend=backend,
+        )
+        b_q = b_v = None
+        if mha.in_proj_bias is not None:
+            b_q, _, b_v = mha.in_proj_bias.chunk(3)
+        new_q, new_b, new_k, layer.approximation = truncate(w_q, b_q, w_k, mha.num_heads, rank)
+        with torch.no_grad():
+            per_head = (mha.num_heads, rank)
+            width = new_q.shape[1]
+            # Coordinates beyond the form's own rank: a zero query makes them vanish, and the
+            # keys stay as drawn so that they can be learnt.
+            layer.q_proj_weight.zero_().unflatten(0, per_head)[:, :width] = new_q
+            layer.k_proj_weight.unflatten(0, per_head)[:, :width] = new_k
+            layer.v_proj_weight.copy_(w_v)
+            layer.out_proj.weight.copy_(mha.out_proj.weight)
+            if layer.in_proj_bias is not None:
+                to_q, to_k, to_v = layer.in_proj_bias.split(layer._widths)
+                to_q.zero_().unflatten(0, per_head)[:, :width] = new_b
+                to_k.zero_()
+                to_v.copy_(b_v)
+                layer.out_proj.bias.copy_(mha.out_proj.bias)
+        return layer.train(mha.training)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Accept the packed weight of an nn.MultiheadAttention of the same widths."""
+        packed = state_dict.get(prefix + "in_proj_weight")
+        if packed is not None and packed.shape[0] == sum(self._widths):
+            del state_dict[prefix + "in_proj_weight"]
+            for name, part in zip("qkv", packed.split(self._widths), strict=True):
+                state_dict[f"{prefix}{name}_proj_weight"] = part
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        shown = [
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, rank={self.rank}, "
+            f"head_dim={self.head_dim}, batch_first={self.batch_first}"
+        ]
+        usual = {
+            "kdim": self.embed_dim,
+            "vdim": self.embed_dim,
+            "dropout": 0.0,
+            "output_dropout": 0.0,
+            "scale": None,
+            "method": "auto",
+            "backend": "auto",
+        }
+        shown += [
+            f"{name}={getattr(self, name)!r}"
+            for name, default in usual.items()
+            if getattr(self, name) != default
+        ]
+        if self.log_temperature is not None:
+            shown.append("learnable_temperature=True")
+        if self.in_proj_bias is None:
+            shown.append("bias=False")
+        return ", ".join(shown)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; see `torch.nn.MultiheadAttention.forward` for shapes and masks.
+
+        Args:
+            query: `[n_q, batch, embed_dim]`, `[batch, n_q, embed_dim]` with `batch_first`, or
+                `[n_q, embed_dim]` unbatched; key and value alike with n_k.
+            key_padding_mask: `[batch, n_k]` (`[n_k]` unbatched); bool, True = ignore this key, or
+                floating, added to its logits.
+            need_weights: also return the attention weights; forms all n_q x n_k of them.
+            attn_mask: `[n_q, n_k]` or `[batch * num_heads, n_q, n_k]`; bool, True = may NOT
+                attend (as in nn.MultiheadAttention, unlike SDPA), or floating, added.
+            average_attn_weights: mean over heads of the weights returned.
+            is_causal: query i sees keys 0..i. With `attn_mask` it is a promise that the mask is
+                just that one, and lets the mask go unread.
+
+        Returns:
+            The result in the shape of `query`, and the weights, `[batch, n_q, n_k]` or per head
+            `[batch, num_heads, n_q, n_k]` (no batch axis if unbatched), or None.
+        """
+        check_inputs(query, key, value, (self.embed_dim, self.kdim, self.vdim), self.batch_first)
+        turned = query.ndim == 3 and not self.batch_first
+        is_self = query is key and key is value
+        if turned:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        if key_padding_mask is not None:
+            check_mask("key_padding_mask", key_padding_mask, [key.shape[:-1]])
+        if attn_mask is not None:
+            attn_mask = self._allowed(attn_mask, query, key)
+            if is_causal and query.shape[-2] == key.shape[-2]:
+                attn_mask = None
+            else:  # of a rectangle "causal" may mean two things; the mask says which
+                is_causal = False
+
+        w_q, b_q, b_k, b_v = self._query_weight_and_biases()
+        masks: dict[str, Any] = {
+            "attn_mask": attn_mask,
+            "is_causal": is_causal,
+            "key_padding_mask": key_padding_mask,
+        }
+        options: dict[str, Any] = {
+            "dropout_p": self.dropout if self.training else 0.0,
+            "scale": self.scale,
+            "method": self.method,
+            "backend": self.backend,
+        }
+        weights = None
+        if is_self and not need_weights:
+            out = self_attention(
+                query,
+                w_q,
+                self.k_proj_weight,
+                self.v_proj_weight,
+                self.out_proj.weight,
+                num_heads=self.num_heads,
+                b_q=b_q,
+                b_k=b_k,
+                b_v=b_v,
+                b_o=self.out_proj.bias,
+                **masks,
+                **options,
+            )
+        else:
+            q = self._heads(query, w_q, b_q)
+            k = self._heads(key, self.k_proj_weight, b_k)
+            v = self._heads(value, self.v_proj_weight, b_v)
+            heads: Any
+            if need_weights:
+                weights = self._weights(q, k, **masks)
+                heads = weights @ v
+            else:
+                heads = attention(q, k, v, **masks, **options)
+            out = self.out_proj(heads.transpose(-2, -3).flatten(-2))
+            if weights is not None and average_attn_weights:
+                weights = weights.mean(-3)
+        if self.output_dropout > 0.0:
+            out = F.dropout(out, self.output_dropout, self.training)
+        return (out.transpose(0, 1) if turned else out), weights
+
+    def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
+
+    def _query_weight_and_biases(
+        self,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """(w_q, b_q, b_k, b_v); a temperature is folded into the query's projection."""
+        w_q: Tensor = self.q_proj_weight
+        b_q = b_k = b_v = None
+        if self.in_proj_bias is not None:
+            b_q, b_k, b_v = self.in_proj_bias.split(self._widths)
+        if self.log_temperature is not None:
+            factor = torch.exp(-self.log_temperature).repeat_interleave(self.rank)
+            w_q = w_q * factor[:, None]
+            b_q = None if b_q is None else b_q * factor
+        return w_q, b_q, b_k, b_v
+
+    def _weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        key_padding_mask: Tensor | None,
+    ) -> Tensor:
+        """The attention weights themselves, `[..., heads, n_q, n_k]`, after dropout."""
+        work = reference.accumulate_dtype(q.dtype)
+        scale = self.rank**-0.5 if self.scale is None else self.scale
+        key_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(-2)
+        with torch.autocast(q.device.type, enabled=False):
+            logits = reference.scores(q.to(work), k.to(work), attn_mask, key_mask, scale, is_causal)
+            weights, _ = reference.weights(logits)
+        weights = weights.to(q.dtype)
+        return F.dropout(weights, self.dropout, self.training) if self.dropout > 0.0 else weights
+
+    def _allowed(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """An attn_mask of nn.MultiheadAttention in the conventions of `boltzattn.attention`."""
+        n_q, n_k = query.shape[-2], key.shape[-2]
+        batch = query.shape[:-2]
+        stack = math.prod(batch) * self.num_heads
+        check_mask("attn_mask", mask, [(n_q, n_k), (stack, n_q, n_k)])
+        if mask.ndim == 3:
+            mask = mask.unflatten(0, (*batch, self.num_heads))
+        return ~mask if mask.dtype == torch.bool else mask

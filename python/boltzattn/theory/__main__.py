@@ -1,0 +1,314 @@
+"""`python -m boltzattn.theory`: every result of the theory, once, with a table and a figure."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from boltzattn.functional import boltz
+from boltzattn.theory.approximation import TARGETS, EquivarianceWarning, approximate
+from boltzattn.theory.boltzmann import (
+    boltz_gradient,
+    boltz_hessian,
+    decreasing_below,
+    max_deficit,
+    tempered_mean,
+)
+from boltzattn.theory.construction import construct_attention, evaluate
+from boltzattn.theory.hardmax import prouhet_pair, search_hardmax_weights, temperature_scan
+from boltzattn.theory.memorization import memorize, random_task
+from boltzattn.theory.separation import ResolutionWarning
+
+# Okabe and Ito's colours, distinguishable with any colour vision; markers differ as well.
+BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#666666",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m boltzattn.theory", description=__doc__)
+    parser.add_argument(
+        "--out", type=Path, default=Path("theory-figures"), help="folder for the figures"
+    )
+    out = parser.parse_args().out
+    pyplot = _pyplot()
+    out.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    results: dict[str, Callable[[Any], None]] = {
+        "boltzmann": show_boltzmann,
+        "contextual": show_contextual,
+        "hardmax": show_hardmax,
+        "memorization": show_memorization,
+        "approximation": show_approximation,
+    }
+    for name, show in results.items():
+        figure = pyplot.figure(figsize=(9, 3.6), layout="constrained")
+        figure.get_layout_engine().set(wspace=0.05)
+        with warnings.catch_warnings():
+            # What these warn of is the subject of the tables.
+            warnings.simplefilter("ignore", ResolutionWarning)
+            warnings.simplefilter("ignore", EquivarianceWarning)
+            show(figure)
+        figure.savefig(out / f"{name}.png", dpi=150)
+        pyplot.close(figure)
+        print(f"-> {out / name}.png\n")
+    print(f"all in {time.perf_counter() - start:.1f} s")
+
+
+def show_boltzmann(figure: Any) -> None:
+    print("1. The Boltzmann operator, boltz(a) = sum a_i softmax(a)_i")
+    a = 3 * torch.randn(10_000, 8, dtype=torch.float64, generator=_generator())
+    p = torch.softmax(a, -1)
+    value, gradient = boltz(a), boltz_gradient(a)
+    entropy = -(p * p.log()).sum(-1)
+    few = a[:200]
+    deficit = a.amax(-1) - value
+    far = a < a.amax(-1, keepdim=True) - decreasing_below(8)
+    hessian = torch.func.vmap(torch.func.hessian(lambda z: (z * torch.softmax(z, -1)).sum()))(few)
+    _table(
+        ("identity or bound, 10000 random vectors of 8", "worst"),
+        [
+            ("boltz = logsumexp - entropy, error", _worst(value - a.logsumexp(-1) + entropy)),
+            ("gradient sums to 1, error", _worst(gradient.sum(-1) - 1)),
+            ("Hessian formula against autodiff, error", _worst(boltz_hessian(few) - hessian)),
+            (
+                f"max - boltz, at most W(7/e) = {max_deficit(8):.4f}",
+                f"{float(deficit.max()):.4f}",
+            ),
+            (
+                f"slope of entries {decreasing_below(8):.2f} below the max, negative",
+                f"{float(gradient[far].max()):.1e}",
+            ),
+        ],
+    )
+    left, right = figure.subplots(1, 2)
+    x = torch.linspace(-8, 2, 400, dtype=torch.float64)
+    for count, colour, style in ((1, BLUE, "-"), (7, ORANGE, "--"), (63, GREEN, "-.")):
+        vectors = torch.cat([torch.zeros(400, 1), x[:, None].expand(400, count)], 1)
+        label = f"one entry at 0, {count} at x"
+        left.plot(x, boltz(vectors), style, color=colour, label=label)
+    left.set(xlabel="x", ylabel="boltz", title="Raising far entries lowers the value")
+    left.legend(frameon=False)
+    t = np.geomspace(1e-2, 20, 200)
+    for values, colour, style in (((1, 2, 5, 6), BLUE, "-"), ((1, 3, 4, 6), ORANGE, "--")):
+        vector = torch.tensor(values, dtype=torch.float64)
+        means = [tempered_mean(vector, s) for s in t]
+        right.semilogx(t, means, style, color=colour, label=str(values))
+    right.set(xlabel="t", ylabel="boltz(t a) / t", title="From the mean to the maximum")
+    right.legend(frameon=False)
+
+
+def show_contextual(figure: Any) -> None:
+    print("2. Rank-1 attention as a contextual mapping: log10 of the gap between context ids")
+    rows, sizes = [], [(2, 3, 3, 1), (3, 6, 20, 4), (4, 12, 100, 8), (6, 20, 200, 16)]
+    for n, vocabulary, count, d in sizes:
+        x, _ = random_task(n, vocabulary, count, d)
+        heads = {s: construct_attention(x, s) for s in ("theorem", "measured", "practical")}
+        theorem, measured, practical = heads.values()
+        rows.append(
+            (
+                f"n={n} |V|={vocabulary} N={count} d={d}",
+                f"{theorem.log10_promised:.0f}",
+                f"{theorem.log10_measured:.0f}",
+                f"{theorem.measured.delta:g}",
+                f"{measured.log10_measured:.0f}",
+                f"{practical.log10_measured:.1f}",
+                f"{practical.measured.bits:.1f}",
+            )
+        )
+    _table(
+        (
+            "data",
+            "theorem promises",
+            "theorem, exact",
+            "in fp64",
+            "measured, exact",
+            "practical",
+            "bits",
+        ),
+        rows,
+    )
+    print("In fp64 the weights of the theorem are a hardmax: the gap is there, but not in floats.")
+    axis = figure.subplots()
+    columns = (
+        ("theorem: promised", 1, RED, -0.3),
+        ("theorem: exact", 2, ORANGE, -0.1),
+        ("measured scale: exact", 4, BLUE, 0.1),
+        ("practical: in the module", 5, GREEN, 0.3),
+    )
+    for label, column, colour, shift in columns:
+        digits = [max(0.05, -float(row[column])) for row in rows]
+        axis.bar(np.arange(len(rows)) + shift, digits, 0.2, color=colour, label=label)
+    axis.axhline(15.95, color=GREY, linestyle="--", linewidth=1)
+    axis.set_xlim(-0.6, len(rows) - 0.2)
+    axis.text(len(rows) - 0.22, 18, "fp64 ends", color=GREY, va="bottom", ha="right")
+    axis.set_yscale("log")
+    axis.set_xticks(range(len(rows)), [row[0] for row in rows])
+    axis.set(ylabel="digits, -log10(gap)", title="Digits needed to see two context ids apart")
+    axis.set_ylim(top=1e10)
+    axis.legend(frameon=False, ncols=4, loc="upper center", fontsize=9)
+
+
+def show_hardmax(figure: Any) -> None:
+    print("3. Hardmax and the mean fail where softmax separates")
+    found = search_hardmax_weights(500)
+    _table(
+        ("(1, 2, 5, 6)x against (1, 3, 4, 6)x, 500 random layers of 1-4 heads", "relative gap"),
+        [
+            ("hardmax attention, largest gap at a shared token", f"{found.hardmax_max:.1e}"),
+            ("softmax attention, median", f"{found.softmax_median:.1e}"),
+            ("softmax attention, share above 1e-6", f"{100 * found.softmax_separates:.0f}%"),
+        ],
+    )
+    betas = np.geomspace(1e-4, 10, 160)
+    axis = figure.subplots()
+    rows = []
+    for degree, colour, style in ((1, BLUE, "-"), (3, ORANGE, "--"), (5, GREEN, "-.")):
+        pair = prouhet_pair(degree)
+        top = float(pair.first.max())
+        gaps = temperature_scan(pair, betas / top)[:, 1]
+        best = int(gaps.argmax())
+        rows.append(
+            (degree, len(pair.first), f"{betas[best]:.2f}", f"{gaps[best]:.2g}", f"{gaps[-1]:.1g}")
+        )
+        # Below rounding the curve is noise.
+        seen = gaps > 1e-14 * top
+        label = f"power sums equal to degree {degree}"
+        axis.loglog(betas[seen], gaps[seen], color=colour, linestyle=style, label=label)
+    _table(("power sums equal to degree", "tokens", "best t", "gap there", "gap at t = 10"), rows)
+    axis.set(
+        xlabel="t = inverse temperature of the shared token (0: mean, infinity: hardmax)",
+        ylabel="gap at the shared token",
+        title="An interior temperature is needed",
+        ylim=(1e-14, 10),
+    )
+    axis.legend(frameon=False, loc="lower right")
+
+
+def show_memorization(figure: Any) -> None:
+    print("4. Memorization: random labels, 10 classes, reproduced by the module")
+    rows, ids, gaps, right = [], [], [], []
+    sizes = [(3, 6, 20, 4), (4, 12, 100, 8), (6, 20, 200, 16), (8, 30, 300, 16), (8, 40, 600, 16)]
+    for n, vocabulary, count, d in [*sizes, (16, 60, 1000, 16)]:
+        x, y = random_task(n, vocabulary, count, d)
+        model, report = memorize(x, y)
+        shares = [report.accuracy or 0.0]  # None is for labels that are no integers
+        for dtype in (torch.float32, torch.bfloat16):
+            if dtype == torch.bfloat16 and report.ids > 2000:
+                shares.append(math.nan)  # slow on a CPU, and long hopeless
+                continue
+            outputs = torch.stack(evaluate(model.to(dtype), x))
+            shares.append(float((outputs[..., 0].round() == y).double().mean()))
+        ids.append(report.ids)
+        gaps.append(report.relative_gap)
+        right.append(shares)
+        rows.append(
+            (
+                f"n={n} |V|={vocabulary} N={count} d={d}",
+                report.ids,
+                f"{report.relative_gap:.1e}",
+                f"{report.max_error:.1e}",
+                *("-" if math.isnan(share) else f"{100 * share:.4g}%" for share in shares),
+                report.parameters,
+                report.paper_parameters,
+            )
+        )
+    _table(
+        ("data", "ids", "gap", "error fp64", "fp64", "fp32", "bf16", "parameters", "paper"), rows
+    )
+    left, other = figure.subplots(1, 2)
+    m = np.array(ids)
+    left.loglog(m, gaps, "o-", color=BLUE, label="practical construction")
+    left.loglog(m, 5.0 / m**2, "--", color=GREY, label="5 / ids$^2$")
+    left.set(xlabel="context ids", ylabel="smallest gap / range", title="Room between ids")
+    left.legend(frameon=False)
+    styles = (("fp64", BLUE, "o-"), ("fp32", ORANGE, "s--"), ("bf16", GREEN, "^:"))
+    for column, (label, colour, style) in enumerate(styles):
+        other.semilogx(m, [100 * row[column] for row in right], style, color=colour, label=label)
+    other.set(xlabel="context ids", ylabel="labels right, %", title="The same weights, rounded")
+    other.set_ylim(-3, 105)
+    other.legend(frameon=False, loc=(0.05, 0.5))
+
+
+def show_approximation(figure: Any) -> None:
+    print("5. Universal approximation: distance of the module from f, by grid")
+    left, right = figure.subplots(1, 2)
+    Curve = tuple[str, str, int, int, tuple[int, ...], dict[str, bool], str, str]
+    smooth: tuple[Curve, ...] = (
+        ("wave, d=1 n=2", "wave", 1, 2, (4, 8, 16, 32), {}, BLUE, "o-"),
+        ("wave, d=1 n=3", "wave", 1, 3, (4, 8, 16), {}, ORANGE, "s-"),
+        ("same, repeats dropped", "wave", 1, 3, (4, 8, 16), {"repeats": False}, RED, "x:"),
+        ("wave, d=2 n=2", "wave", 2, 2, (2, 4, 8), {}, GREEN, "^-"),
+    )
+    rest: tuple[Curve, ...] = (
+        ("k x_k, not equivariant", "position", 1, 2, (4, 8, 16, 32), {}, RED, "o-"),
+        ("k x_k, with positions", "position", 1, 2, (4, 8, 16), {"positions": True}, BLUE, "s-"),
+        ("rank, discontinuous", "rank", 1, 2, (4, 8, 16, 32), {}, GREEN, "^-"),
+    )
+    rows = []
+    for axis, curves in ((left, smooth), (right, rest)):
+        for label, name, d, n, grids, options, colour, style in curves:
+            reports = [
+                approximate(TARGETS[name], d, n, grid, samples=4000, **options)[1] for grid in grids
+            ]
+            errors = [report.error for report in reports]
+            slope = np.polyfit(np.log(grids[-2:]), np.log(errors[-2:]), 1)[0]
+            errors_text = " ".join(f"{g}:{e:.3f}" for g, e in zip(grids, errors, strict=True))
+            rows.append((label, reports[-1].ids, errors_text, f"{slope:.2f}"))
+            axis.loglog(grids, errors, style, color=colour, label=label, base=2)
+            if reports[-1].asymmetry:
+                axis.axhline(reports[-1].asymmetry, color=GREY, linestyle="--", linewidth=1)
+                axis.text(4, 0.95 * reports[-1].asymmetry, "asymmetry of f", color=GREY, va="top")
+        axis.set(xlabel="cells per coordinate", ylabel="$L_2$ error")
+        axis.legend(frameon=False, fontsize=9)
+    right.set_ylim(bottom=0.018)
+    left.set_title("Lipschitz f: slope -1")
+    right.set_title("Controls")
+    _table(("f", "ids", "grid:error", "last slope"), rows)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    for row in cells:
+        first, *others = zip(row, widths, strict=True)
+        print("  ".join(["", first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]))
+
+
+def _worst(error: torch.Tensor) -> str:
+    return f"{float(error.abs().max()):.1e}"
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit(
+            "python -m boltzattn.theory draws figures with matplotlib; "
+            "install it with pip install 'boltzattn[theory]'"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+if __name__ == "__main__":
+    main()

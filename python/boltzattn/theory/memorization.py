@@ -1,0 +1,308 @@
+"""Memorization: a one-layer transformer that reproduces given labels, by construction.
+
+The attention of `construct_attention` turns each (token, context) into a number of its own; the
+network behind it is a piecewise linear function of that number with one breakpoint per id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from boltzattn.nn import FeedForward, OneLayerTransformer
+from boltzattn.theory.construction import RankOneAttention, construct_attention, evaluate
+from boltzattn.theory.contextual import SAFETY
+from boltzattn.theory.separation import Batch, contexts
+
+FORMS = ("linear", "plateau")
+
+
+@dataclass(frozen=True)
+class MemorizationReport:
+    """What `memorize` built and how the module it returned does on the data.
+
+    Attributes:
+        attention: the constructed head.
+        form: "linear" or "plateau".
+        ids: number of different (token, context) pairs, M.
+        relative_gap: smallest distance of two ids over their range, along the reading direction.
+        noise: rounding noise of the ids over their range.
+        hidden: neurons of the network, 2d of them cancelling the skip connection.
+        parameters: numbers that were free to choose, without repetitions and zeros.
+        paper_parameters: the paper's count, `4 (s + d) + d (2 n N + d)`.
+        max_error: largest distance of an output from its label, through the module.
+        label_range: largest minus smallest label.
+        accuracy: for integer labels, the share of outputs that round to theirs, through the
+            module; None for others.
+    """
+
+    attention: RankOneAttention
+    form: str
+    ids: int
+    relative_gap: float
+    noise: float
+    hidden: int
+    parameters: int
+    paper_parameters: int
+    max_error: float
+    label_range: float
+    accuracy: float | None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ids} ids, relative gap {self.relative_gap:.2g} (noise {self.noise:.1g}), "
+            f"{self.hidden} neurons, {self.parameters} parameters (paper "
+            f"{self.paper_parameters}), max error {self.max_error:.2g} of range "
+            f"{self.label_range:.3g}"
+            + ("" if self.accuracy is None else f", {100 * self.accuracy:.4g}% right")
+        )
+
+
+def memorize(
+    sequences: Batch,
+    labels: Tensor | Sequence[Tensor],
+    *,
+    form: str = "linear",
+    scale: str = "practical",
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> tuple[OneLayerTransformer, MemorizationReport]:
+    """Build a transformer whose output for every token is its label.
+
+    Args:
+        sequences: `[N, n, d]`, or a sequence of `[n_i, d]` tensors.
+        labels: a label per sequence, `[N]`; or per token, `[N, n]`, or `[N, n, k]` with
+            `k <= d`; or a sequence of `[n_i]` or `[n_i, k]` tensors. Classes are integers and are
+            read back by rounding. A label per sequence appears at each of its tokens.
+        form: of the network, as a function of the id. "linear" interpolates between the labels;
+            "plateau" is constant around each id (a third of the gap to either side) and takes
+            twice as many neurons.
+        scale: of the attention, as in `construct_attention`.
+        dtype: of weights and arithmetic.
+        seed: of the random choice of `v`.
+
+    Returns:
+        The module `[.., n, d] -> [.., n, d]`; coordinates `0..k-1` of the result are the label,
+        the others 0. And a report on what the module does with `sequences`.
+
+    Raises:
+        ValueError: if one token in one context has two labels (they are listed), or if the ids
+            are too close for `dtype` (the gap and the noise are given).
+
+    Example:
+        >>> x = torch.randn(6, 2)[torch.tensor([[0, 1, 2], [0, 1, 3], [4, 4, 5]])].double()
+        >>> model, report = memorize(x, torch.tensor([7, 8, 9]))
+        >>> model(x)[:, 0, 0].round()
+        tensor([7., 8., 9.], dtype=torch.float64, grad_fn=<RoundBackward0>)
+    """
+    if form not in FORMS:
+        raise ValueError(f"form must be 'linear' or 'plateau', got {form!r}")
+    targets = _targets(labels, sequences)
+    head = construct_attention(sequences, scale, dtype=dtype, seed=seed)
+    first, key = _unique_ids(head)
+    values = np.concatenate(targets)
+    _check_conflicts(values, first, key, head, targets)
+
+    outputs = torch.cat(evaluate(head.module(), sequences)).double().numpy()
+    along = outputs @ head.v.numpy()
+    positions = along[first]
+    noise = float(np.abs(along - positions[key]).max())
+    order = np.argsort(positions)
+    positions, values = positions[order], values[first][order]
+    extent = float(positions[-1] - positions[0]) or 1.0
+    gap = float(np.diff(positions).min()) if len(positions) > 1 else math.inf
+    noise = max(noise, head.measured.noise, torch.finfo(dtype).eps * np.abs(positions).max())
+    if gap <= SAFETY * noise:
+        raise ValueError(
+            f"sequences cannot be memorized in {dtype} with scale={scale!r}: the closest of "
+            f"{len(positions)} context ids are {gap:.3g} apart (relative {gap / extent:.3g}), not "
+            f"above {SAFETY:g} times their noise of {noise:.2g}. "
+            f"Smallest distance of two tokens: {head.separation.epsilon:.3g}. Use "
+            "scale='practical' and float64, fewer sequences, or tokens further apart"
+        )
+
+    ff2 = step_network(positions, values, head.v.numpy(), form).to(dtype)
+    model = head.module(ff2=ff2)
+    d, k = head.w_q.shape[1], values.shape[1]
+    results = torch.cat(evaluate(model, sequences)).double().numpy()
+    wanted = np.zeros_like(results)
+    wanted[:, :k] = np.concatenate(targets)
+    hidden = ff2.linear1.out_features
+    return model, MemorizationReport(
+        attention=head,
+        form=form,
+        ids=len(positions),
+        relative_gap=gap / extent,
+        noise=noise / extent,
+        hidden=hidden,
+        # Reading direction, breakpoints, output weights; output bias.
+        parameters=head.parameters + d + (hidden - 2 * d) * (1 + k) + k,
+        paper_parameters=head.parameters + d * (2 * len(key) + d),
+        max_error=float(np.abs(results - wanted).max()),
+        label_range=float(np.ptp(values)),
+        accuracy=_accuracy(results[:, :k], wanted[:, :k]),
+    )
+
+
+def random_task(
+    n: int, vocabulary: int, count: int, d: int, classes: int = 10, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Sequences without repeated tokens, and random labels that are a function of the context.
+
+    Args:
+        n: tokens in a sequence.
+        vocabulary: number of different tokens, normally distributed in R^d.
+        count: number of sequences.
+        classes: labels are integers below this.
+
+    Returns:
+        fp64 `[count, n, d]` and int64 `[count, n]`.
+
+    Example:
+        >>> x, y = random_task(n=4, vocabulary=12, count=100, d=8)
+        >>> x.shape, y.shape
+        (torch.Size([100, 4, 8]), torch.Size([100, 4]))
+    """
+    rng = np.random.default_rng(seed)
+    tokens = np.stack([rng.permutation(vocabulary)[:n] for _ in range(count)])
+    table = rng.integers(classes, size=(count, vocabulary))
+    labels = table[contexts(list(tokens))[:, None], tokens]
+    points = rng.standard_normal((vocabulary, d))
+    return torch.from_numpy(points[tokens]), torch.from_numpy(labels)
+
+
+def step_network(
+    positions: np.ndarray, values: np.ndarray, read: np.ndarray, form: str
+) -> FeedForward:
+    """A network `z -> values[j]` for every `z` with `read . z = positions[j]`, skip cancelled.
+
+    Args:
+        positions: `[M]`, increasing.
+        values: `[M, k]`, `k <= d`; other coordinates become 0.
+        read: `[d]`, the direction in which `z` is read.
+        form: "linear" or "plateau", as in `memorize`.
+
+    Example:
+        >>> import numpy as np
+        >>> values = np.array([[5.0], [2.0], [7.0]])
+        >>> net = step_network(np.arange(3.0), values, np.ones(1), "linear")
+        >>> net(torch.tensor([[0.0], [1.0], [2.0]]).double()).flatten().tolist()
+        [5.0, 2.0, 7.0]
+    """
+    d, k = len(read), values.shape[1]
+    if k > d:
+        raise ValueError(f"values must have at most d = {d} columns, got {k}; widen the tokens")
+    # Reading in units of the range keeps products of slopes and distances near the labels' size.
+    start, extent = positions[0], float(positions[-1] - positions[0]) or 1.0
+    knots, slopes = _knots((positions - start) / extent, values, form)
+
+    w1 = np.concatenate([np.eye(d), -np.eye(d), np.outer(np.ones(len(knots)), read / extent)])
+    b1 = np.concatenate([np.zeros(2 * d), -knots - start / extent])
+    w2 = np.zeros((d, len(w1)))
+    w2[:, :d], w2[:, d : 2 * d] = -np.eye(d), np.eye(d)  # z - relu(z) + relu(-z) = 0
+    w2[:k, 2 * d :] = slopes.T
+    b2 = np.zeros(d)
+    b2[:k] = values[0]
+    return FeedForward.from_weights(*(torch.from_numpy(w) for w in (w1, b1, w2, b2)))
+
+
+def _knots(positions: np.ndarray, values: np.ndarray, form: str) -> tuple[np.ndarray, np.ndarray]:
+    """Breakpoints and changes of slope; those where no slope changes are left out."""
+    steps, rises = np.diff(positions), np.diff(values, axis=0)
+    if form == "linear":
+        knots = positions[:-1]
+        slopes = rises / steps[:, None]
+        changes = np.diff(slopes, axis=0, prepend=0.0)
+    else:
+        up, down = positions[:-1] + steps / 3, positions[:-1] + 2 * steps / 3
+        slopes = 3 * rises / steps[:, None]
+        knots = np.stack([up, down], 1).reshape(-1)
+        changes = np.stack([slopes, -slopes], 1).reshape(-1, values.shape[1])
+    needed = (changes != 0).any(1)
+    return knots[needed], changes[needed]
+
+
+def _targets(labels: Tensor | Sequence[Tensor], sequences: Batch) -> list[np.ndarray]:
+    """Labels as `[n_i, k]` fp64 arrays, one per sequence."""
+    if len(labels) != len(sequences):
+        raise ValueError(
+            f"labels must have one entry per sequence, got {len(labels)} for {len(sequences)}"
+        )
+    d = sequences[0].shape[-1]
+    targets = []
+    for i, (label, x) in enumerate(zip(labels, sequences, strict=True)):
+        y = torch.as_tensor(label).detach().cpu().double()
+        if y.ndim == 0:
+            y = y.expand(len(x))
+        if y.ndim == 1:
+            y = y[:, None]
+        if y.ndim != 2 or len(y) != len(x) or not 1 <= y.shape[1] <= d:
+            raise ValueError(
+                f"labels[{i}] must be one number, [n] or [n, k] with n = {len(x)} and k <= d = {d} "
+                f"(pad tokens with zeros to widen them), got {list(torch.as_tensor(label).shape)}"
+            )
+        if not torch.isfinite(y).all():
+            raise ValueError(f"labels[{i}] must be finite, got inf or nan")
+        targets.append(y.numpy())
+    return targets
+
+
+def _unique_ids(head: RankOneAttention) -> tuple[np.ndarray, np.ndarray]:
+    """First position of each (token, context) in the flat batch, and the id of each position."""
+    tokens = head.separation.tokens
+    context = np.repeat(contexts(tokens, "proportion"), [len(t) for t in tokens])
+    _, first, key = np.unique(
+        np.stack([np.concatenate(tokens), context], 1),
+        axis=0,
+        return_index=True,
+        return_inverse=True,
+    )
+    return first, key.reshape(-1)
+
+
+def _check_conflicts(
+    values: np.ndarray,
+    first: np.ndarray,
+    key: np.ndarray,
+    head: RankOneAttention,
+    targets: list[np.ndarray],
+) -> None:
+    wrong = np.flatnonzero((values != values[first[key]]).any(1))
+    if not len(wrong):
+        return
+    where = [(i, j) for i, y in enumerate(targets) for j in range(len(y))]
+    shown = [
+        f"sequence {a[0]} token {a[1]} ({_show(targets[a[0]][a[1]])}) and "
+        f"sequence {b[0]} token {b[1]} ({_show(targets[b[0]][b[1]])})"
+        for a, b in ((where[first[key[w]]], where[w]) for w in wrong[:5].tolist())
+    ]
+    more = "" if len(wrong) <= 5 else f"; and {len(wrong) - 5} more"
+    proportional = (
+        " Sequences of different length count as the same context when their tokens occur in the "
+        f"same proportions ({len(head.separation.proportional)} pairs here): no softmax attention "
+        "without positions tells them apart."
+        if head.separation.proportional
+        else ""
+    )
+    raise ValueError(
+        f"labels must be a function of token and context, got {len(wrong)} conflicts: "
+        + "; ".join(shown)
+        + more
+        + "."
+        + proportional
+    )
+
+
+def _show(label: np.ndarray) -> str:
+    return "label " + ", ".join(f"{x:g}" for x in label.tolist())
+
+
+def _accuracy(results: np.ndarray, wanted: np.ndarray) -> float | None:
+    if (wanted != np.round(wanted)).any():
+        return None
+    return float((np.round(results) == wanted).all(1).mean())

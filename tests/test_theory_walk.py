@@ -1,0 +1,48 @@
+"""The examples in the documentation, and `python -m boltzattn.theory` from end to end."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import subprocess
+import sys
+import time
+
+import boltzattn.theory
+import pytest
+
+MODULES = sorted(m.name for m in pkgutil.iter_modules(boltzattn.theory.__path__))
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if m != "__main__"])
+def test_examples_run(name):
+    module = importlib.import_module(f"boltzattn.theory.{name}")
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_public_names_exist():
+    for name in boltzattn.theory.__all__:
+        assert hasattr(boltzattn.theory, name)
+
+
+@pytest.mark.full
+def test_walk_prints_tables_and_draws_figures(tmp_path):
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "boltzattn.theory", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # Under a minute on an idle machine; twice that leaves room for a busy one.
+    assert time.monotonic() - start < 120
+    figures = {p.stem for p in tmp_path.glob("*.png")}
+    assert figures == {"boltzmann", "contextual", "hardmax", "memorization", "approximation"}
+    assert all(p.stat().st_size > 10_000 for p in tmp_path.iterdir())
+    for number, name in enumerate(("Boltzmann", "Rank-1", "Hardmax", "Memorization", "Universal")):
+        assert f"{number + 1}. " in done.stdout
+        assert name in done.stdout
+    assert "n=16 |V|=60 N=1000 d=16  16000" in done.stdout
