@@ -178,6 +178,18 @@ def test_nan_and_inf_go_where_dense_softmax_sends_them(
     assert torch.equal(actual[1], clean[1])
 
 
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_poisoned_value_of_a_key_without_weight(poison: float) -> None:
+    """0 * inf and 0 * NaN are NaN in dense softmax, however small the weight."""
+    key = torch.linspace(0, 1, 300).view(1, 300, 1)
+    query = torch.linspace(2000, 4000, 50).view(1, 50, 1)
+    value = torch.randn(1, 300, 2)
+    value[0, 150, 0] = poison
+    out = boltzattn.attention(query, key, value, scale=1.0, **TRANSFORM.ask)
+    dense = (query @ key.mT).softmax(-1) @ value
+    assert torch.equal(out.isnan(), dense.isnan())
+
+
 @pytest.mark.parametrize(
     ("dtype", "temperature"),
     [
