@@ -90,7 +90,7 @@ BOLTZATTN_HD Layout make_layout(const Range& range, int query_nodes, int key_nod
   layout.tau = 2 / (extent * ::sin(layout.query_strip));
   layout.query = make_axis(::asinh(range.t_min / layout.tau), ::asinh(range.t_max / layout.tau),
                            layout.query_strip, query_nodes, precision);
-  const double edge = ::fmax(0.5 * ::log(::fmax(product, 4.0)), 0.3);
+  const double edge = 0.5 * ::log(::fmax(product, 4.0));
   // The a-priori bound on this side adds up over the keys; see docs/transform.md.
   layout.key = make_axis(-edge, edge, kKeyStrip, key_nodes, precision / ::sqrt(double(range.keys)));
   layout.middle = 0.5 * range.s_min + 0.5 * range.s_max;
@@ -111,11 +111,11 @@ BOLTZATTN_HD double layout_cost(const Layout& layout, int64_t n_q, int64_t n_k, 
 
 // The cheapest layout that reaches `precision`.
 inline Layout choose_layout(const Range& range, int64_t n_q, int64_t n_k, int64_t dv,
-                            double precision) {
+                            double precision, int most_key_nodes = kMostNodes) {
   Layout best = make_layout(range, kLeastNodes, kLeastNodes, precision);
   double best_cost = layout_cost(best, n_q, n_k, dv);
   for (int p = kLeastNodes; p <= kMostNodes; p += kNodeStep) {
-    for (int q = kLeastNodes; q <= kMostNodes; q += kNodeStep) {
+    for (int q = kLeastNodes; q <= most_key_nodes; q += kNodeStep) {
       const Layout layout = make_layout(range, p, q, precision);
       const double cost = layout_cost(layout, n_q, n_k, dv);
       if (cost < best_cost) {

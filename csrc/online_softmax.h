@@ -18,8 +18,11 @@ constexpr double kLn2 = 0.69314718055994530942;
 
 template <class T>
 struct OnlineSoftmax {
+  static constexpr T kLowest =
+      sizeof(T) == 8 ? T(-1.7976931348623157e308) : T(-3.4028234663852886e38);
+
   T max = -INFINITY;
-  T sum = 0;
+  double sum = 0;  // long rows outgrow fp32
 
   // What logits are measured from. A row that has met no finite logit is measured from 0, so that
   // 2^(-inf - reference) is 0 and not 2^(-inf + inf).
@@ -28,9 +31,9 @@ struct OnlineSoftmax {
   // Admits logits up to `top`; returns the factor by which everything summed so far shrinks.
   BOLTZATTN_HD T raise(T top) {
     if (!(top > max)) return T(1);
-    const T factor = sum == T(0) ? T(0) : power_of_2(max - top);
+    const T factor = sum == 0 ? T(0) : power_of_2(max - top);
     max = top;
-    sum *= factor;
+    sum *= double(factor);
     return factor;
   }
 
@@ -40,16 +43,18 @@ struct OnlineSoftmax {
   };
   BOLTZATTN_HD Factors merge(const OnlineSoftmax& part) {
     const T self = raise(part.max);
-    const T other = part.sum == T(0) ? T(0) : power_of_2(part.max - reference());
-    sum += part.sum * other;
+    const T other = part.sum == 0 ? T(0) : power_of_2(part.max - reference());
+    sum += part.sum * double(other);
     return {self, other};
   }
 
-  BOLTZATTN_HD T normaliser() const { return sum == T(0) ? T(0) : T(1) / sum; }
+  BOLTZATTN_HD T normaliser() const { return sum == 0 ? T(0) : T(1 / sum); }
 
   // fp64: at 1e5 an fp32 logarithm of the partition sum has lost the sum.
   BOLTZATTN_HD double lse() const {
-    return sum == T(0) ? -INFINITY : double(max) * kLn2 + ::log(double(sum));
+    if (sum == 0) return -INFINITY;
+    // A row of nothing but the lowest number, as masks use it, had to stay within range.
+    return (max <= kLowest ? double(kLowest) : double(max) * kLn2) + ::log(sum);
   }
 
   BOLTZATTN_HD static T power_of_2(T x) {

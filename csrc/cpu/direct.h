@@ -6,6 +6,7 @@
 // for any number of threads.
 
 constexpr int64_t kRowBlock = 48;   // query rows whose scores are held at once: whole tiles
+constexpr int64_t kSpan = 16;       // tiles of keys summed in T before they join the total
 constexpr int64_t kKeyBlock = 128;  // keys in a tile: 48 x 128 scores stay in the first-level cache
 constexpr int kLargestRank = 16;    // ranks up to this have their own score kernel
 static_assert(kRowBlock % kTileRows == 0, "a block of rows is whole tiles");
@@ -43,8 +44,7 @@ static void add_bool_mask(const uint8_t* mask, int64_t stride, int64_t count, bo
 template <class T>
 BOLTZATTN_INLINE T scaled_bias(T x) {
   const T scaled = x * T(kLog2e);
-  const T lowest = sizeof(T) == 8 ? T(-1.7976931348623157e308) : T(-3.4028234663852886e38);
-  return scaled == T(-INFINITY) && x != T(-INFINITY) ? lowest : scaled;
+  return scaled == T(-INFINITY) && x != T(-INFINITY) ? OnlineSoftmax<T>::kLowest : scaled;
 }
 
 // Everything that forbids or shifts logits of the tile (first_row, first_key). Columns past `keys`
@@ -106,7 +106,7 @@ BOLTZATTN_INLINE T weigh_row(OnlineSoftmax<T>& state, T* row) {
     store(row + j, weight);
     sum += weight;
   }
-  state.sum += reduce_sum<T>(sum);
+  state.sum += double(reduce_sum<T>(sum));
   return factor;
 }
 
@@ -118,13 +118,15 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
   const int64_t rows = sums.rows;
   Scratch<Slot::kTask> scratch(int64_t(sizeof(T)) * (round_up(rows, kTileRows) * call.rank +
                                                      kKeyBlock * (call.rank + kRowBlock + 2) +
-                                                     value_tile.size() + sums.size() + 2 * rows),
-                               8);
+                                                     value_tile.size() + 2 * sums.size()) +
+                                   rows * int64_t(sizeof(OnlineSoftmax<T>)),
+                               9);
   T* q = scratch.take<T>(round_up(rows, kTileRows) * call.rank);
   T* k = scratch.take<T>(call.rank * kKeyBlock);
   T* v = scratch.take<T>(value_tile.size());
   T* scores = scratch.take<T>(kRowBlock * kKeyBlock);
   T* sum = scratch.take<T>(sums.size());
+  T* total = scratch.take<T>(sums.size());
   auto* state = scratch.take<OnlineSoftmax<T>>(rows);
   TileMask<T> mask{call, h, scratch.take<T>(kKeyBlock), scratch.take<T>(kKeyBlock)};
   const Dropout dropout(call, h);
@@ -132,7 +134,8 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
 
   read_block(call.query, h, first_row, 0, rows, call.rank, q, call.rank, 1);
   for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale * kLog2e);
-  __builtin_memset(sum, 0, size_t(sums.size()) * sizeof(T));
+  set_zero(sum, sums.size());
+  set_zero(total, sums.size());
   for (int64_t i = 0; i < rows; ++i) state[i] = {};
 
   const int64_t key_end = call.is_causal ? least(call.n_k, row_end) : call.n_k;
@@ -151,8 +154,9 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
         const T factor = weigh_row(state[block + i], scores + i * kKeyBlock);
         if (factor != T(1)) {
           for (int64_t p = 0; p < sums.count(); ++p) {
-            T* line = sum + sums.offset(p) + (block + i) * kPanelWidth<T>;
-            for (int64_t c = 0; c < kPanelWidth<T>; ++c) line[c] *= factor;
+            const int64_t line = sums.offset(p) + (block + i) * kPanelWidth<T>;
+            for (int64_t c = line; c < line + kPanelWidth<T>; ++c) sum[c] *= factor;
+            for (int64_t c = line; c < line + kPanelWidth<T>; ++c) total[c] *= factor;
           }
         }
         if (dropout)
@@ -163,17 +167,21 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
                       v + value_tile.offset(p), kPanelWidth<T>,
                       sum + sums.offset(p) + block * kPanelWidth<T>, kPanelWidth<T>);
     }
+    if ((key / kKeyBlock + 1) % kSpan == 0 || key + kKeyBlock >= key_end) {
+      for (int64_t c = 0; c < sums.size(); ++c) total[c] += sum[c];
+      set_zero(sum, sums.size());
+    }
   }
 
   for (int64_t i = 0; i < rows; ++i) {
     const T normaliser = state[i].normaliser();
     call.lse[h * call.n_q + first_row + i] = state[i].lse();
     for (int64_t p = 0; p < sums.count(); ++p) {
-      T* line = sum + sums.offset(p) + i * kPanelWidth<T>;
+      T* line = total + sums.offset(p) + i * kPanelWidth<T>;
       for (int64_t c = 0; c < kPanelWidth<T>; ++c) line[c] *= normaliser;
     }
   }
-  sums.write(sum, rows, call.out, h, first_row);
+  sums.write(total, rows, call.out, h, first_row);
 }
 
 // `first_head` .. `head_end` only: the transform hands over single heads it cannot serve.
@@ -224,8 +232,9 @@ static void add_query_gradient(int64_t rows, int64_t rank, const T* ds, const T*
   }
 }
 
-// What a row's weights are rebuilt from: 2^(score - high - low). From the fp64 lse, cut in two; for
-// fp64 scores that is not precise enough, and the row's maximum and sum are found again.
+// What a row's weights are rebuilt from: 2^(score - high - low). The maximum and the sum of the row
+// are found again, by the same operations as in forward: an lse, even in fp64, has lost the digits
+// that weights of large logits need.
 template <class T>
 struct RowNorm {
   T high, low;
@@ -234,39 +243,31 @@ struct RowNorm {
 template <class T>
 static void row_norms(const Attention& call, int64_t h, int64_t first, int64_t rows,
                       RowNorm<T>* norms) {
-  if constexpr (sizeof(T) == 4) {
-    for (int64_t i = 0; i < rows; ++i) {
-      // A row that saw nothing has lse -inf; its scores are all -inf and must stay so.
-      const double lse = call.lse[h * call.n_q + first + i] * kLog2e;
-      const T high = lse == -INFINITY ? T(0) : T(lse);
-      norms[i] = {high, lse == -INFINITY ? T(0) : T(lse - double(high))};
-    }
-  } else {
-    Scratch<Slot::kTask> scratch(int64_t(sizeof(T)) * (kRowBlock * (call.rank + 2) +
-                                                       kKeyBlock * (call.rank + kRowBlock + 2)),
-                                 6);
-    T* q = scratch.take<T>(kRowBlock * call.rank);
-    T* k = scratch.take<T>(call.rank * kKeyBlock);
-    T* scores = scratch.take<T>(kRowBlock * kKeyBlock);
-    auto* state = scratch.take<OnlineSoftmax<T>>(kRowBlock);
-    TileMask<T> mask{call, h, scratch.take<T>(kKeyBlock), scratch.take<T>(kKeyBlock)};
-    const ScoreTile<T> score = score_tile_for<T>(call.rank);
-    read_block(call.query, h, first, 0, rows, call.rank, q, call.rank, 1);
-    for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale * kLog2e);
-    for (int64_t i = 0; i < rows; ++i) state[i] = {};
-    const int64_t key_end = call.is_causal ? least(call.n_k, first + rows) : call.n_k;
-    for (int64_t key = 0; key < key_end; key += kKeyBlock) {
-      const int64_t keys = least(kKeyBlock, key_end - key);
-      if (keys < kKeyBlock) set_zero(k, call.rank * kKeyBlock);
-      read_block(call.key, h, key, 0, keys, call.rank, k, 1, kKeyBlock);
-      mask.start_keys(key, keys);
-      score(rows, call.rank, q, k, scores);
-      mask.apply(first, rows, key, keys, scores);
-      for (int64_t i = 0; i < rows; ++i) weigh_row(state[i], scores + i * kKeyBlock);
-    }
-    for (int64_t i = 0; i < rows; ++i)
-      norms[i] = {state[i].reference(), state[i].sum == 0 ? T(0) : T(::log2(state[i].sum))};
+  Scratch<Slot::kTask> scratch(
+      int64_t(sizeof(T)) * (kRowBlock * call.rank + kKeyBlock * (call.rank + kRowBlock + 2)) +
+          kRowBlock * int64_t(sizeof(OnlineSoftmax<T>)),
+      6);
+  T* q = scratch.take<T>(kRowBlock * call.rank);
+  T* k = scratch.take<T>(call.rank * kKeyBlock);
+  T* scores = scratch.take<T>(kRowBlock * kKeyBlock);
+  auto* state = scratch.take<OnlineSoftmax<T>>(kRowBlock);
+  TileMask<T> mask{call, h, scratch.take<T>(kKeyBlock), scratch.take<T>(kKeyBlock)};
+  const ScoreTile<T> score = score_tile_for<T>(call.rank);
+  read_block(call.query, h, first, 0, rows, call.rank, q, call.rank, 1);
+  for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale * kLog2e);
+  for (int64_t i = 0; i < rows; ++i) state[i] = {};
+  const int64_t key_end = call.is_causal ? least(call.n_k, first + rows) : call.n_k;
+  for (int64_t key = 0; key < key_end; key += kKeyBlock) {
+    const int64_t keys = least(kKeyBlock, key_end - key);
+    if (keys < kKeyBlock) set_zero(k, call.rank * kKeyBlock);
+    read_block(call.key, h, key, 0, keys, call.rank, k, 1, kKeyBlock);
+    mask.start_keys(key, keys);
+    score(rows, call.rank, q, k, scores);
+    mask.apply(first, rows, key, keys, scores);
+    for (int64_t i = 0; i < rows; ++i) weigh_row(state[i], scores + i * kKeyBlock);
   }
+  for (int64_t i = 0; i < rows; ++i)
+    norms[i] = {state[i].reference(), state[i].sum == 0 ? T(0) : T(::log2(state[i].sum))};
 }
 
 template <class T>

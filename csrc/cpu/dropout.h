@@ -1,4 +1,4 @@
-// Which attention weights survive dropout: a hash of (seed, head, row, key), the same bits as
+// Which attention weights survive dropout: a hash of (seed of the head, row, key), the same bits as
 // reference.dropout_keep. Included inside an ISA's namespace.
 
 BOLTZATTN_INLINE uint32_t mix32(uint32_t x) {
@@ -18,7 +18,7 @@ struct Dropout {
         stream(0) {
     if (!call.seed) return;
     const uint64_t seed = static_cast<const uint64_t*>(call.seed.data)[call.seed.head[h]];
-    stream = mix32(uint32_t(seed) ^ mix32(uint32_t(seed >> 32) + uint32_t(h) * 0x9e3779b9u));
+    stream = mix32(uint32_t(seed) ^ mix32(uint32_t(seed >> 32)));
   }
 
   explicit operator bool() const { return threshold != 0; }

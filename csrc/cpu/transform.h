@@ -5,16 +5,16 @@
 // core and every sum that runs over more than a few hundred tokens are fp64. Chunks and the order
 // of sums depend on sizes alone, so results are bitwise the same for any number of threads.
 
-constexpr int64_t kFlush = 8 * kTile;  // tokens summed in T before they go to fp64
-constexpr double kNegligible = -80;    // exponent below which a key node adds nothing
-constexpr int kLevels = 3;             // precisions tried before a head goes to `direct`
+constexpr int64_t kFlush =
+    kTile;  // tokens summed in T before they go to fp64: equal ones round in step
+constexpr double kNegligible = -80;  // exponent below which a key node adds nothing
+constexpr int kLevels = 3;           // precisions tried before a head goes to `direct`
 
 // Interpolation error aimed at: below the rounding of T at first, then tighter. Half precision
 // needs no more than its own rounding.
 BOLTZATTN_INLINE double precision_of(DType dtype, int level) {
   const double first = dtype == DType::kFloat64 ? 1e-17 : dtype == DType::kFloat32 ? 1e-8 : 1e-5;
-  const double step = dtype == DType::kFloat64 ? 1e-3 : 1e-3;
-  return level == 0 ? first : level == 1 ? first * step : first * step * step;
+  return level == 0 ? first : level == 1 ? first * 1e-3 : first * 1e-6;
 }
 BOLTZATTN_INLINE double tolerance_of(DType dtype) {
   switch (dtype) {
@@ -34,12 +34,18 @@ BOLTZATTN_INLINE double rounding_of(DType dtype, double product) {
     case DType::kFloat64:
       return 8e-15 + 4e-16 * product;
     case DType::kFloat32:
-      return 1.5e-6;
+      return 3e-6;
     case DType::kBFloat16:
       return 1.0 / 256;
     default:
       return 1.0 / 2048;
   }
+}
+
+// The rounding of a weight in T counts by the largest kernel value on its panel: in single
+// precision panels must not be wide.
+BOLTZATTN_INLINE int most_key_nodes(DType dtype) {
+  return dtype == DType::kFloat64 ? kMostNodes : 12;
 }
 
 // Tokens of a chunk, from sizes alone: enough chunks to share out, and two of them (the one worked
@@ -504,7 +510,7 @@ struct Transform {
           if (!(ellipses.keys.data[k] > 0.5) || !kernel(nodes, panel, k, e)) continue;
           const double* m = moments[end_of_query_panel(panel)].data + int64_t(k) * q * dwidth;
           gemm<double, true>(p, vectors, q, {e, kMostNodes, 1}, m, dwidth, f, dwidth);
-          if (!slopes) continue;
+          if (!slopes || range.s_min == range.s_max) continue;  // equal keys: F is constant
           const double* s = nodes.key.data + k * q;
           for (int i = 0; i < p; ++i)
             for (int b = 0; b < q; ++b) e[i * kMostNodes + b] *= s[b] - (reference - layout.middle);
@@ -547,7 +553,10 @@ struct Transform {
     parallel(chunks, [&](int64_t c) {
       Buffer<T> row(call.dv);
       part.data[c] = 0;
+      uint8_t skip[kChunk] = {};
+      read_mask(c * kChunk, least(kChunk, call.n_k - c * kChunk), skip);
       for (int64_t j = c * kChunk; j < least(call.n_k, (c + 1) * kChunk); ++j) {
+        if (skip[j - c * kChunk]) continue;
         read_block(call.value, h, j, 0, 1, call.dv, row.data, 0, 1);
         part.data[c] = larger_of(part.data[c], largest_of(row.data, call.dv));
       }
@@ -571,8 +580,8 @@ struct Transform {
       read_block(call.value, h, end_key[end], 0, 1, call.dv, centre.data + end * width, 0, 1);
     double largest = 0;
     for (int level = 0; level < kLevels; ++level) {
-      layout = choose_layout(range, call.n_q, call.n_k, call.dv, precision_of(dtype, level));
-      if (layout_cost(layout, call.n_q, call.n_k, call.dv) > 4e9) return false;
+      layout = choose_layout(range, call.n_q, call.n_k, call.dv, precision_of(dtype, level),
+                             most_key_nodes(dtype));
       moments[0].resize(int64_t(key_nodes()) * dwidth);
       sum_moments(true, call.value, nullptr, moments[0].data, [] {
         return [](int, int64_t, const int32_t*, int64_t, const T*, const RowReader<T>&) {};
@@ -580,11 +589,11 @@ struct Transform {
       measure_from_ends();
       const Bounds bounds = run_core(slopes);
       if (!(bounds.largest <= 1e300)) return false;  // NaN or inf among the values
-      // |F| <= max|v|, so dividing by the largest |F| can only overstate the error; the values
-      // themselves are looked at only if that is not good enough.
+      // |F - centre| <= 2 max|v|, so half of its largest can only overstate the relative error;
+      // the values themselves are looked at only if that is not good enough.
       for (const bool exact : {false, true}) {
         if (exact && largest == 0) largest = largest_value();
-        const double size = exact ? largest : bounds.largest;
+        const double size = exact ? largest : bounds.largest / 2;
         const double relative = bounds.query == 0 ? 0 : bounds.query / size;
         certificate = relative + 2 * bounds.key / (1 - (bounds.key < 0.5 ? bounds.key : 0.5)) +
                       rounding_of(dtype, product);

@@ -315,8 +315,10 @@ def _canonical(
             key_mask = key_mask.unflatten(-2, (-1, groups))
     seed = None
     if dropout_p > 0.0:
-        # One draw per call; heads are told apart inside the hash.
-        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=query.device).expand(lead)
+        # One draw per call; an odd multiple of the head's index tells the heads apart.
+        draw = torch.randint(2**63 - 1, (), dtype=torch.int64, device=query.device)
+        index = torch.arange(math.prod(lead), device=query.device).view(lead)
+        seed = draw + index * 0x1E3779B97F4A7C15
 
     method, backend = backends.preferred(method, backend)
     options = (float(scale), float(dropout_p), bool(is_causal), method, backend)

@@ -153,10 +153,11 @@ def make_axis(low: float, high: float, strip: float, nodes: int, precision: floa
     """The fewest panels over [low, high] that reach `precision`."""
     widest = panel_half_width(strip, nodes, precision)
     panels = max(1, math.ceil((high - low) / (2 * widest)))
-    half = (high - low) / (2 * panels)
-    if half > 1e-9 * widest:
-        return Axis(panels, nodes, low, half)
-    return Axis(1, nodes, (low + high) / 2 - widest, widest)  # all tokens in one place
+    if high > low:
+        return Axis(panels, nodes, low, (high - low) / (2 * panels))
+    # All tokens in one place: nodes around it, no farther than it is from 0.
+    half = widest if low == 0 else min(widest, abs(low) / 2)
+    return Axis(1, nodes, low - half, half)
 
 
 def make_layout(span: Range, query_nodes: int, key_nodes: int, precision: float) -> Layout:
@@ -170,7 +171,7 @@ def make_layout(span: Range, query_nodes: int, key_nodes: int, precision: float)
     extent = span.key_extent
     query_strip = math.pi / (4 * math.log(span.keys + 2))
     tau = 2 / (extent * math.sin(query_strip))
-    edge = max(0.5 * math.log(max(span.largest_product, 4.0)), 0.3)
+    edge = 0.5 * math.log(max(span.largest_product, 4.0))
     return Layout(
         query=make_axis(
             math.asinh(span.t_min / tau),

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Scores held at once, over all heads. 2^22 fp32 scores are 16 MB; a handful of them live together.
-SCORES_PER_BLOCK = 1 << 22
+# Scores held at once, over all heads. 2^21 fp32 scores are 8 MB; a handful of them live together.
+SCORES_PER_BLOCK = 1 << 21
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -93,16 +93,15 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def dropout_keep(seed: Tensor, rows: slice, n_k: int, dropout_p: float) -> Tensor:
-    """Which weights survive dropout, [*L, rows, n_k]: a pure function of (seed, head, row, key).
+    """Which weights survive dropout, [*L, rows, n_k]: a function of (seed of the head, row, key).
 
     Being a function of the position, the pattern does not depend on threads or on the backend;
     csrc/cpu/dropout.h computes the same bits.
     """
     low32 = 0xFFFFFFFF
-    head = torch.arange(seed.numel(), device=seed.device).view(seed.shape)
     row = torch.arange(rows.start, rows.stop, device=seed.device)
     column = torch.arange(n_k, device=seed.device)
-    stream = _mix32((seed & low32) ^ _mix32((((seed >> 32) & low32) + head * 0x9E3779B9) & low32))
+    stream = _mix32((seed & low32) ^ _mix32((seed >> 32) & low32))
     line = _mix32((stream[..., None] + row * 0x27D4EB2F) & low32)
     draw = _mix32(line[..., None] ^ ((column * 0x9E3779B1) & low32))
     return draw >= round(dropout_p * 2**32)
@@ -219,10 +218,9 @@ def direct_double_backward(
     `grads`: one forward-mode formula per block of rows, differentiated by autograd, is all of it.
     """
     work = accumulate_dtype(query.dtype)
-    k = key.detach().to(work).requires_grad_()
-    v = value.detach().to(work).requires_grad_()
+    k, v = key.to(work), value.to(work)
     to_query, to_key, to_value = (
-        torch.zeros_like(x, dtype=work) if g is None else g.detach().to(work)
+        torch.zeros_like(x, dtype=work) if g is None else g.to(work)
         for g, x in zip(grads, (query, key, value), strict=True)
     )
     results = {
@@ -233,10 +231,10 @@ def direct_double_backward(
         "value": torch.zeros_like(v),
     }
     for rows in row_blocks(query, key):
-        q = query[..., rows, :].detach().to(work).requires_grad_()
-        g = grad_out[..., rows, :].detach().to(work).requires_grad_()
-        inputs = [q, k, v, g]
-        with torch.enable_grad():
+
+        def slope_along_grads(
+            q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_lse: Tensor, rows: slice = rows
+        ) -> Tensor:
             logits = scores(q, k, _rows(attn_mask, rows), key_mask, scale, is_causal, rows.start)
             probability, _ = weights(logits)
             factor = _dropout_factor(seed, rows, k, dropout_p)
@@ -246,18 +244,19 @@ def direct_double_backward(
             lse_slope = (probability * slope).sum(-1)
             moved = probability * (slope - lse_slope[..., None])
             out_slope = (moved * factor) @ v + (probability * factor) @ to_value
-            total = (g * out_slope).sum()
-            if grad_lse is not None:
-                g_lse = grad_lse[..., rows].detach().to(work).requires_grad_()
-                inputs.append(g_lse)
-                total = total + (g_lse * lse_slope).sum()
-        dq, dk, dv, dg, *dg_lse = torch.autograd.grad(total, inputs)
+            return (g * out_slope).sum() + (g_lse * lse_slope).sum()
+
+        q, g = query[..., rows, :].to(work), grad_out[..., rows, :].to(work)
+        g_lse = torch.zeros_like(q[..., 0]) if grad_lse is None else grad_lse[..., rows].to(work)
+        dq, dk, dv, dg, dg_lse = torch.func.grad(slope_along_grads, argnums=(0, 1, 2, 3, 4))(
+            q, k, v, g, g_lse
+        )
         results["query"][..., rows, :] = dq
         results["key"] += dk
         results["value"] += dv
         results["grad_out"][..., rows, :] = dg
-        if dg_lse:
-            results["grad_lse"][..., rows] = dg_lse[0].to(grad_lse.dtype)
+        if grad_lse is not None:
+            results["grad_lse"][..., rows] = dg_lse.to(grad_lse.dtype)
     return (
         results["grad_out"].to(grad_out.dtype),
         results["grad_lse"],
