@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# One worker and one thread per core: tests that need more threads ask for them.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 .PHONY: bench bench-full micro test test-full sanitize lint format venv clean
@@ -25,10 +27,10 @@ $(VENV)/.peers: bench/requirements.txt $(VENV)/.requirements
 	@touch $@
 
 test: venv
-	$(BIN)/python -m pytest -q -m "not full"
+	$(PYTEST) -m "not full"
 
 test-full: venv
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 lint: $(VENV)/.requirements
 	$(BIN)/ruff check .

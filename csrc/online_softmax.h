@@ -51,10 +51,10 @@ struct OnlineSoftmax {
   BOLTZATTN_HD T normaliser() const { return sum == 0 ? T(0) : T(1 / sum); }
 
   // fp64: at 1e5 an fp32 logarithm of the partition sum has lost the sum.
-  BOLTZATTN_HD double lse() const {
+  BOLTZATTN_HD double lse(T lowest = kLowest) const {
     if (sum == 0) return -INFINITY;
-    // A row of nothing but the lowest number, as masks use it, had to stay within range.
-    return (max <= kLowest ? double(kLowest) : double(max) * kLn2) + ::log(sum);
+    // A row of nothing but the lowest number, as masks use it, had to be kept in range.
+    return (max <= kLowest ? double(lowest) : double(max) * kLn2) + ::log(sum);
   }
 
   BOLTZATTN_HD static T power_of_2(T x) {

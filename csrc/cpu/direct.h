@@ -42,9 +42,11 @@ static void add_bool_mask(const uint8_t* mask, int64_t stride, int64_t count, bo
 // An additive mask in units of ln 2. The lowest finite number stays finite: a row full of it is not
 // a row that may attend to nothing.
 template <class T>
-BOLTZATTN_INLINE T scaled_bias(T x) {
+BOLTZATTN_INLINE T scaled_bias(T x, T* clamped) {
   const T scaled = x * T(kLog2e);
-  return scaled == T(-INFINITY) && x != T(-INFINITY) ? OnlineSoftmax<T>::kLowest : scaled;
+  if (scaled != T(-INFINITY) || x == T(-INFINITY)) return scaled;
+  *clamped = x;
+  return OnlineSoftmax<T>::kLowest;
 }
 
 // Everything that forbids or shifts logits of the tile (first_row, first_key). Columns past `keys`
@@ -53,8 +55,9 @@ template <class T>
 struct TileMask {
   const Attention& call;
   int64_t h;
-  T* key_bias;  // [kKeyBlock]
-  T* row_bias;  // [kKeyBlock]
+  T* key_bias;                            // [kKeyBlock]
+  T* row_bias;                            // [kKeyBlock]
+  T clamped = OnlineSoftmax<T>::kLowest;  // what a bias was before it was kept in range
 
   void start_keys(int64_t first_key, int64_t keys) {
     const Matrix& m = call.key_mask;
@@ -65,7 +68,7 @@ struct TileMask {
                     m.column, keys, false, key_bias);
     } else {
       read_block(m, h, 0, first_key, 1, keys, key_bias, 0, 1);
-      for (int64_t j = 0; j < keys; ++j) key_bias[j] = scaled_bias(key_bias[j]);
+      for (int64_t j = 0; j < keys; ++j) key_bias[j] = scaled_bias(key_bias[j], &clamped);
     }
   }
 
@@ -80,7 +83,7 @@ struct TileMask {
         add_bool_mask(static_cast<const uint8_t*>(m.data) + at, m.column, keys, true, row);
       } else if (m) {
         read_block(m, h, first_row + i, first_key, 1, keys, row_bias, 0, 1);
-        for (int64_t j = 0; j < keys; ++j) row[j] += scaled_bias(row_bias[j]);
+        for (int64_t j = 0; j < keys; ++j) row[j] += scaled_bias(row_bias[j], &clamped);
       }
       if (call.is_causal)
         for (int64_t j = first_row + i + 1 - first_key; j < keys; ++j)
@@ -175,7 +178,7 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
 
   for (int64_t i = 0; i < rows; ++i) {
     const T normaliser = state[i].normaliser();
-    call.lse[h * call.n_q + first_row + i] = state[i].lse();
+    call.lse[h * call.n_q + first_row + i] = state[i].lse(mask.clamped);
     for (int64_t p = 0; p < sums.count(); ++p) {
       T* line = total + sums.offset(p) + i * kPanelWidth<T>;
       for (int64_t c = 0; c < kPanelWidth<T>; ++c) line[c] *= normaliser;

@@ -586,9 +586,12 @@ struct Transform {
       sum_moments(true, call.value, nullptr, moments[0].data, [] {
         return [](int, int64_t, const int32_t*, int64_t, const T*, const RowReader<T>&) {};
       });
+      // NaN or inf among the values would be lost where a key has no weight; dense softmax keeps
+      // it.
+      if (!(largest_of(moments[0].data, int64_t(key_nodes()) * dwidth) <= 1e300)) return false;
       measure_from_ends();
       const Bounds bounds = run_core(slopes);
-      if (!(bounds.largest <= 1e300)) return false;  // NaN or inf among the values
+      if (!(bounds.largest <= 1e300)) return false;
       // |F - centre| <= 2 max|v|, so half of its largest can only overstate the relative error;
       // the values themselves are looked at only if that is not good enough.
       for (const bool exact : {false, true}) {

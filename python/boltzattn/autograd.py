@@ -118,7 +118,13 @@ class AttentionBackward(torch.autograd.Function):
         scale, dropout_p, is_causal, method, backend = ctx.options
         *tensors, attn_mask, key_mask, _seed = ctx.saved_tensors
         request = request_of(*tensors[2:], attn_mask, key_mask, dropout_p, is_causal)
-        if plan.choose(request, method, backend).method == "transform" and not is_causal:
+        # While sizes are symbolic nothing is known of the plan; `direct` serves everything.
+        sizes_known = isinstance(request.n_q, int) and isinstance(request.n_k, int)
+        if (
+            sizes_known
+            and not is_causal
+            and plan.choose(request, method, backend).method == "transform"
+        ):
             results = reference_transform.transform_double_backward(
                 grads, *tensors, key_mask, scale
             )

@@ -109,7 +109,7 @@ def _backward(
             key,
             value,
             out,
-            lse,
+            lse.contiguous(),
             attn_mask,
             key_mask,
             seed,

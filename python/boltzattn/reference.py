@@ -218,18 +218,15 @@ def direct_double_backward(
     `grads`: one forward-mode formula per block of rows, differentiated by autograd, is all of it.
     """
     work = accumulate_dtype(query.dtype)
+    query, key, value, grad_out = (x.detach() for x in (query, key, value, grad_out))
     k, v = key.to(work), value.to(work)
     to_query, to_key, to_value = (
-        torch.zeros_like(x, dtype=work) if g is None else g.to(work)
+        torch.zeros_like(x, dtype=work) if g is None else g.detach().to(work)
         for g, x in zip(grads, (query, key, value), strict=True)
     )
-    results = {
-        "grad_out": torch.zeros_like(grad_out, dtype=work),
-        "grad_lse": None if grad_lse is None else torch.zeros_like(grad_lse),
-        "query": torch.zeros_like(query, dtype=work),
-        "key": torch.zeros_like(k),
-        "value": torch.zeros_like(v),
-    }
+    # Gathered out of place: torch.func batches over this.
+    over_rows: list[tuple[Tensor, Tensor, Tensor]] = []
+    grad_key, grad_value = torch.zeros_like(k), torch.zeros_like(v)
     for rows in row_blocks(query, key):
 
         def slope_along_grads(
@@ -247,20 +244,26 @@ def direct_double_backward(
             return (g * out_slope).sum() + (g_lse * lse_slope).sum()
 
         q, g = query[..., rows, :].to(work), grad_out[..., rows, :].to(work)
-        g_lse = torch.zeros_like(q[..., 0]) if grad_lse is None else grad_lse[..., rows].to(work)
+        g_lse = (
+            torch.zeros_like(q[..., 0])
+            if grad_lse is None
+            else grad_lse[..., rows].detach().to(work)
+        )
         dq, dk, dv, dg, dg_lse = torch.func.grad(slope_along_grads, argnums=(0, 1, 2, 3, 4))(
             q, k, v, g, g_lse
         )
-        results["query"][..., rows, :] = dq
-        results["key"] += dk
-        results["value"] += dv
-        results["grad_out"][..., rows, :] = dg
-        if grad_lse is not None:
-            results["grad_lse"][..., rows] = dg_lse.to(grad_lse.dtype)
+        over_rows.append((dg, dg_lse, dq))
+        grad_key, grad_value = grad_key + dk, grad_value + dv
+    if not over_rows:
+        over_rows.append((grad_out.to(work), query[..., 0].to(work), query.to(work)))
+    dg, dg_lse, dq = (
+        torch.cat(parts, axis)
+        for parts, axis in zip(zip(*over_rows, strict=True), (-2, -1, -2), strict=True)
+    )
     return (
-        results["grad_out"].to(grad_out.dtype),
-        results["grad_lse"],
-        results["query"].to(query.dtype),
-        results["key"].to(key.dtype),
-        results["value"].to(value.dtype),
+        dg.to(grad_out.dtype),
+        None if grad_lse is None else dg_lse.to(grad_lse.dtype),
+        dq.to(query.dtype),
+        grad_key.to(key.dtype),
+        grad_value.to(value.dtype),
     )
