@@ -13,7 +13,7 @@ query rows at a time, so memory is linear in n however long the sequence is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -198,6 +198,19 @@ def direct_backward(
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
+def _gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The gradient of a scalar function in all its inputs, also within torch.func's transforms.
+
+    torch.func.grad alone would do, but holds on to its graphs until the garbage collector comes.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return torch.func.grad(function, argnums=tuple(range(len(inputs))))(*inputs)
+    variables = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        total = function(*variables)
+    return torch.autograd.grad(total, variables)
+
+
 def direct_double_backward(
     grads: tuple[Tensor | None, Tensor | None, Tensor | None],
     grad_out: Tensor,
@@ -249,9 +262,7 @@ def direct_double_backward(
             if grad_lse is None
             else grad_lse[..., rows].detach().to(work)
         )
-        dq, dk, dv, dg, dg_lse = torch.func.grad(slope_along_grads, argnums=(0, 1, 2, 3, 4))(
-            q, k, v, g, g_lse
-        )
+        dq, dk, dv, dg, dg_lse = _gradients(slope_along_grads, (q, k, v, g, g_lse))
         over_rows.append((dg, dg_lse, dq))
         grad_key, grad_value = grad_key + dk, grad_value + dv
     if not over_rows:
