@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-# Scores held at once, over all heads. 2^21 fp32 scores are 8 MB; a handful of them live together.
-SCORES_PER_BLOCK = 1 << 21
+# Scores held at once, over all heads. 2^20 fp32 scores are 4 MB; a handful of them live together.
+SCORES_PER_BLOCK = 1 << 20
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
