@@ -15,11 +15,6 @@ EMBED, HEADS, BATCH, N_Q, N_K = 12, 3, 2, 7, 5
 ROUNDING = {"rtol": 1e-10, "atol": 1e-12}
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def twins(**options: object) -> tuple[nn.MultiheadAttention, LowRankAttention]:
     """nn.MultiheadAttention and a LowRankAttention of full rank that loaded its weights."""
     mha = nn.MultiheadAttention(EMBED, HEADS, dtype=torch.float64, **options)

@@ -17,11 +17,6 @@ from torch.utils.checkpoint import checkpoint
 DIM, N = 16, 20
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 class SelfAttention(nn.Module):
     """LowRankAttention as a function of one tensor."""
 

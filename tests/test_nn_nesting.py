@@ -32,11 +32,6 @@ MASKS = {
 MODES = ("train", "eval", "eval no_grad", "eval inference_mode")
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def run(module: nn.Module, mode: str, *args: Tensor, **kwargs: object) -> Tensor:
     module.train(mode == "train")
     if mode == "eval no_grad":
