@@ -301,6 +301,10 @@ def test_dropout_of_weights_at_rank_one_warns_of_its_cost() -> None:
         ({"output_dropout": -0.1}, "output_dropout must be between 0 and 1"),
         ({"method": "magic"}, "method must be 'auto' or one of .* got 'magic'"),
         ({"backend": "abacus"}, "backend must be 'auto' or one of .* got 'abacus'"),
+        (
+            {"dropout": 0.1, "method": "transform"},
+            "which method 'transform' never forms; use output_dropout, or method='direct'",
+        ),
         ({"scale": math.inf}, "scale must be a finite number"),
     ],
 )
