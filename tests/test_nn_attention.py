@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -202,6 +203,18 @@ def test_formula(rank: int, head_dim: int | None, scale: float | None, temperatu
         wanted = wanted + heads @ layer.out_proj.weight[:, v].T
     torch.testing.assert_close(layer(x, x, x)[0], wanted, **ROUNDING)
     torch.testing.assert_close(layer(x, x.clone(), x)[0], wanted, **ROUNDING)
+
+
+def test_signatures_are_those_of_multihead_attention() -> None:
+    """Same positional arguments, same order, same defaults; only need_weights differs."""
+    for name in ("__init__", "forward"):
+        theirs = inspect.signature(getattr(nn.MultiheadAttention, name)).parameters
+        ours = inspect.signature(getattr(LowRankAttention, name)).parameters
+        positional = {n: p.default for n, p in ours.items() if p.kind != p.KEYWORD_ONLY}
+        wanted = {n: p.default for n, p in theirs.items()}
+        if name == "forward":
+            wanted["need_weights"] = False
+        assert list(positional.items()) == list(wanted.items())
 
 
 def test_weights_are_off_by_default() -> None:
