@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -13,11 +14,6 @@ EMBED, HEADS, BATCH, N_Q, N_K = 12, 3, 2, 7, 5
 
 # fp64 on both sides; sums of tens of terms of order 1 in another order.
 ROUNDING = {"rtol": 1e-10, "atol": 1e-12}
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
 
 
 def twins(**options: object) -> tuple[nn.MultiheadAttention, LowRankAttention]:
@@ -209,6 +205,18 @@ def test_formula(rank: int, head_dim: int | None, scale: float | None, temperatu
     torch.testing.assert_close(layer(x, x.clone(), x)[0], wanted, **ROUNDING)
 
 
+def test_signatures_are_those_of_multihead_attention() -> None:
+    """Same positional arguments, same order, same defaults; only need_weights differs."""
+    for name in ("__init__", "forward"):
+        theirs = inspect.signature(getattr(nn.MultiheadAttention, name)).parameters
+        ours = inspect.signature(getattr(LowRankAttention, name)).parameters
+        positional = {n: p.default for n, p in ours.items() if p.kind != p.KEYWORD_ONLY}
+        wanted = {n: p.default for n, p in theirs.items()}
+        if name == "forward":
+            wanted["need_weights"] = False
+        assert list(positional.items()) == list(wanted.items())
+
+
 def test_weights_are_off_by_default() -> None:
     layer = LowRankAttention(EMBED, HEADS)
     x = torch.randn(N_Q, BATCH, EMBED)
@@ -306,6 +314,10 @@ def test_dropout_of_weights_at_rank_one_warns_of_its_cost() -> None:
         ({"output_dropout": -0.1}, "output_dropout must be between 0 and 1"),
         ({"method": "magic"}, "method must be 'auto' or one of .* got 'magic'"),
         ({"backend": "abacus"}, "backend must be 'auto' or one of .* got 'abacus'"),
+        (
+            {"dropout": 0.1, "method": "transform"},
+            "which method 'transform' never forms; use output_dropout, or method='direct'",
+        ),
         ({"scale": math.inf}, "scale must be a finite number"),
     ],
 )

@@ -17,11 +17,6 @@ HEAD_DIM = EMBED // HEADS
 ROUNDING = {"rtol": 1e-9, "atol": 1e-11}
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def multihead(**options: object) -> nn.MultiheadAttention:
     mha = nn.MultiheadAttention(EMBED, HEADS, dtype=torch.float64, **options)
     if mha.in_proj_bias is not None:

@@ -17,11 +17,6 @@ from torch.utils.checkpoint import checkpoint
 DIM, N = 16, 20
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 class SelfAttention(nn.Module):
     """LowRankAttention as a function of one tensor."""
 
@@ -269,12 +264,20 @@ def test_parametrize_the_output_projection() -> None:
 
 @every_module
 def test_meta_device(build) -> None:
-    """Built without memory, filled later."""
+    """Built without memory, filled later; the call gives shapes."""
     module = build(device="meta")
     assert all(p.is_meta for p in module.parameters())
+    assert module(torch.empty(2, N, DIM, device="meta")).shape == (2, N, DIM)
     real = build()
     module.load_state_dict(real.state_dict(), assign=True)
     assert_equal_outputs(module, real, torch.float32)
+
+
+def test_weights_on_the_meta_device() -> None:
+    layer = LowRankAttention(DIM, 4, batch_first=True, device="meta")
+    x = torch.empty(2, N, DIM, device="meta")
+    out, weights = layer(x, x, x, need_weights=True)
+    assert (out.shape, weights.shape) == ((2, N, DIM), (2, N, N))
 
 
 def test_reset_parameters_after_meta() -> None:

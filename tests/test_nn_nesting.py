@@ -32,11 +32,6 @@ MASKS = {
 MODES = ("train", "eval", "eval no_grad", "eval inference_mode")
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def run(module: nn.Module, mode: str, *args: Tensor, **kwargs: object) -> Tensor:
     module.train(mode == "train")
     if mode == "eval no_grad":
@@ -153,6 +148,21 @@ def test_whole_transformer_with_cross_attention(batch_first: bool, mode: str) ->
     masks = {"tgt_mask": CAUSAL, "tgt_is_causal": True}
     got, wanted = run(ours, mode, src, tgt, **masks), run(model, mode, src, tgt, **masks)
     torch.testing.assert_close(got, wanted, **ROUNDING)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("masks", ["none", "padding", "causal", "causal and padding"])
+def test_torch_layers_masks_leave_rank_one_linear(masks: str, mode: str) -> None:
+    """The float masks torch makes of bool ones do not force the quadratic method."""
+    layer = encoder_layer(batch_first=True)
+    layer.self_attn = LowRankAttention(
+        EMBED, HEADS, batch_first=True, dtype=torch.float64, method="transform"
+    )
+    x = torch.randn(BATCH, N, EMBED, dtype=torch.float64)
+    got = run(layer, mode, x, **MASKS[masks])
+    layer.self_attn.method = "direct"
+    # The transform's certificate in fp64.
+    torch.testing.assert_close(got, run(layer, mode, x, **MASKS[masks]), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("mask_check", [False, True])

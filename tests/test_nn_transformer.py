@@ -12,11 +12,6 @@ DIM, N = 6, 9
 ROUNDING = {"rtol": 1e-10, "atol": 1e-11}
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def tensor(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -414,7 +415,9 @@ class LowRankAttention(nn.Module):
         work = reference.accumulate_dtype(q.dtype)
         scale = self.rank**-0.5 if self.scale is None else self.scale
         key_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(-2)
-        with torch.autocast(q.device.type, enabled=False):
+        device = q.device.type
+        autocast = torch.amp.is_autocast_available(device)  # not on "meta"
+        with torch.autocast(device, enabled=False) if autocast else nullcontext():
             logits = reference.scores(q.to(work), k.to(work), attn_mask, key_mask, scale, is_causal)
             weights, _ = reference.weights(logits)
         weights = weights.to(q.dtype)
