@@ -1,7 +1,7 @@
 # make bench   the main job: set up if needed, measure, print a table, write a picture
 # make test    set up if needed, run every test that needs no GPU
 # make bench-full   the whole grid of benchmarks with every peer, resumable; make micro: the kernels
-# make venv, lint, format, test-full, sanitize: see below
+# make venv, lint, format, test-full: see below
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: bench bench-full micro test test-full sanitize lint format venv clean
+.PHONY: bench bench-full micro test test-full lint format venv clean
 
 bench: venv
 	$(BIN)/python -m bench
