@@ -76,6 +76,7 @@ def _first_now_others_in_full(candidates: list[Server]) -> list[Any]:
     ]
 
 
+@pytest.mark.full  # the allocator's fragments weigh as much as the tensors: see CHANGELOG
 @pytest.mark.parametrize(
     "server", _first_now_others_in_full(servers(facts(n_q=N, n_k=N, rank=1, dv=4)))
 )
