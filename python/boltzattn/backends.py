@@ -90,6 +90,7 @@ class Backend:
     unavailable: Callable[[], str | None]
     kernels: Callable[[str], tuple[Callable, Callable]]
     mask_gradient: bool = False
+    halving: Callable[[], Callable] | None = None  # causal forward of rank 1 in one operator
 
     def why_not(self, request: Request, method: str) -> list[str]:
         """Every reason why this backend cannot serve the request by this method; [] if it can."""
@@ -112,7 +113,15 @@ class Backend:
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("cpu", "C++", ("cpu",), ("direct", "transform"), _extension_missing, _cpu_kernels),
+        Backend(
+            "cpu",
+            "C++",
+            ("cpu",),
+            ("direct", "transform"),
+            _extension_missing,
+            _cpu_kernels,
+            halving=lambda: torch.ops.boltzattn.cpu_causal_forward,
+        ),
         Backend(
             "reference",
             "eager torch",
