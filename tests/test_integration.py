@@ -458,14 +458,14 @@ def test_vmap_of_grad(server: Server) -> None:
     _same(together, grad(loss, (0, 1, 2))(*tensors))
 
 
-@pytest.mark.parametrize("server", ANY_RANK, ids=str)
+@pytest.mark.parametrize("server", PLAIN, ids=str)
 @pytest.mark.parametrize("scores_per_block", [reference.SCORES_PER_BLOCK, 3])
 def test_hessian_by_torch_func(
     scores_per_block: int, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """grad of grad, and a Jacobian of it by vmap: reverse over reverse, in one block or a few."""
     monkeypatch.setattr(reference, "SCORES_PER_BLOCK", scores_per_block)
-    tensors = [x.detach() for x in _tensors(n_q=2, n_k=3, dtype=torch.float32)]
+    tensors = [x.detach() for x in _tensors(n_q=2, n_k=3, rank=1, dtype=torch.float32)]
 
     def hessian(attend: Callable[..., Tensor], query: Tensor, *rest: Tensor) -> dict[str, Tensor]:
         def loss(query: Tensor) -> Tensor:
@@ -482,6 +482,27 @@ def test_hessian_by_torch_func(
         (hessian(lambda *x, i=i: dense(*x, order=i)[0], *tensors) for i in range(EAGER_RUNS)),
         method=server.method,
     )
+
+
+@pytest.mark.parametrize("server", PLAIN, ids=str)
+def test_a_third_derivative_raises(server: Server) -> None:
+    """In autograd and in torch.func; a wrong number would be worse."""
+    query, key, value = (x.detach() for x in _tensors(rank=1))
+
+    def loss(query: Tensor) -> Tensor:
+        return boltzattn.attention(query, key, value, **server.ask).square().sum()
+
+    def slope(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return grad(lambda query: function(query).sum())
+
+    with pytest.raises(RuntimeError, match="third"):
+        slope(slope(slope(loss)))(query)
+
+    query.requires_grad_()
+    first = torch.autograd.grad(loss(query), query, create_graph=True)[0]
+    second = torch.autograd.grad(first.square().sum(), query, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="third"):
+        second.sum().backward()
 
 
 def test_use_backend_is_a_matter_of_one_thread() -> None:

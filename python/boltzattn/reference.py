@@ -223,58 +223,40 @@ def direct_double_backward(
     What is returned are the derivatives of this sum.
     """
     work = accumulate_dtype(query.dtype)
-    k, v = key.detach().to(work), value.detach().to(work)
+    k, v = key.to(work), value.to(work)
     to_query, to_key, to_value = (
-        torch.zeros_like(x, dtype=work) if g is None else g.detach().to(work)
+        torch.zeros_like(x, dtype=work) if g is None else g.to(work)
         for g, x in zip(grads, (query, key, value), strict=True)
     )
-    totals: tuple[Tensor, ...] | None = None
+    # Written and summed in place: what a block left behind among the freed scores of others would
+    # hold on to their memory.
+    of_grad_out = grad_out.new_empty(grad_out.shape)
+    of_grad_lse = None if grad_lse is None else grad_lse.new_empty(grad_lse.shape)
+    of_query = query.new_empty(query.shape)
+    of_key, of_value = k.new_zeros(k.shape), v.new_zeros(v.shape)
     for rows in row_blocks(query, key):
-        q, g = (x.detach()[..., rows, :].to(work) for x in (query, grad_out))
+        q, g = query[..., rows, :].to(work), grad_out[..., rows, :].to(work)
         to_q = to_query[..., rows, :]
-        mask_rows = _rows(attn_mask, rows)
-        probability, _ = weights(scores(q, k, mask_rows, key_mask, scale, is_causal, rows.start))
+        logits = scores(q, k, _rows(attn_mask, rows), key_mask, scale, is_causal, rows.start)
+        probability, _ = weights(logits)
         factor = _dropout_factor(seed, rows, k, dropout_p)
         slope = (to_q @ k.transpose(-1, -2) + q @ to_key.transpose(-1, -2)) * scale
         lse_slope = (probability * slope).sum(-1, keepdim=True)
         slope = slope - lse_slope
         by_value = (g @ v.transpose(-1, -2)) * factor  # A
         by_value = by_value - (probability * by_value).sum(-1, keepdim=True)
-        if grad_lse is not None:
-            by_value = by_value + grad_lse.detach()[..., rows, None].to(work)
+        if grad_lse is not None and of_grad_lse is not None:
+            by_value = by_value + grad_lse[..., rows, None].to(work)
+            of_grad_lse[..., rows] = lse_slope.squeeze(-1)
         # What a weight contributes; a part common to the whole row moves no weight.
         worth = slope * by_value + (g @ to_value.transpose(-1, -2)) * factor
         grad_logits = probability * (worth - (probability * worth).sum(-1, keepdim=True))
         grad_slope = probability * by_value
         kept = probability * factor
         moved = kept * slope
-        parts = (
-            moved @ v + kept @ to_value,
-            lse_slope,
-            (grad_logits @ k + grad_slope @ to_key) * scale,
-            (grad_logits.transpose(-1, -2) @ q + grad_slope.transpose(-1, -2) @ to_q) * scale,
-            moved.transpose(-1, -2) @ g,
-        )
-        if totals is None:
-            # Once and in place: what a block leaves behind among the freed scores of others would
-            # hold on to their memory. Made from the parts, which torch.func may have batched.
-            sizes = (*(query.shape[-2],) * 3, *(key.shape[-2],) * 2)
-            totals = tuple(
-                part.new_zeros(*part.shape[:-2], n, part.shape[-1])
-                for part, n in zip(parts, sizes, strict=True)
-            )
-        for total, part in zip(totals[:3], parts[:3], strict=True):
-            total[..., rows, :] = part
-        for total, part in zip(totals[3:], parts[3:], strict=True):
-            total += part
-    if totals is None:  # no queries
-        rowless = query.new_zeros(*query.shape[:-1], 1)
-        totals = tuple(torch.zeros_like(x) for x in (grad_out, rowless, query, key, value))
-    of_grad_out, of_grad_lse, of_query, of_key, of_value = totals
-    return (
-        of_grad_out.to(grad_out.dtype),
-        None if grad_lse is None else of_grad_lse.squeeze(-1).to(grad_lse.dtype),
-        of_query.to(query.dtype),
-        of_key.to(key.dtype),
-        of_value.to(value.dtype),
-    )
+        of_grad_out[..., rows, :] = moved @ v + kept @ to_value
+        of_query[..., rows, :] = (grad_logits @ k + grad_slope @ to_key) * scale
+        of_key += grad_logits.transpose(-1, -2) @ (q * scale)
+        of_key += grad_slope.transpose(-1, -2) @ (to_q * scale)
+        of_value += moved.transpose(-1, -2) @ g
+    return of_grad_out, of_grad_lse, of_query, of_key.to(key.dtype), of_value.to(value.dtype)
