@@ -376,6 +376,18 @@ void run_kernels(const Kernels& kernels) {
       calls += 3;
     }
   }
+  // In fp64 a product of 1e6 misses its tolerance: every refinement is tried, then `direct`.
+  for (int64_t n : {65, 4097}) {
+    for (Mask mask : {Mask::kNone, Mask::kKeyBool, Mask::kKeyFloat}) {
+      Case c = drawn(kernels, true, 65, n);
+      c.dtype = DType::kFloat64;
+      c.mask = mask;
+      c.scale = 1e6;
+      c.spoiled = false;
+      run(c);
+      ++calls;
+    }
+  }
   std::printf("%s: %d calls, forward and backward\n", kernels.name, calls);
 }
 
