@@ -1,10 +1,12 @@
 """Builds boltzattn. What it knows: compilers, flags and the ABI; everything else is pyproject.toml.
 
-With torch importable (`pip install --no-build-isolation .`) the C++ extension is built against
-torch's stable ABI. Without torch or without a compiler the Python package is installed alone and
-says so; it then runs on the reference backend.
+Where torch is installed the C++ extension is built against its stable ABI. Without torch or without
+a compiler the Python package is installed alone and says so (pip shows it with -v); it then runs on
+the reference backend.
 """
 
+import importlib.util
+import site
 import sys
 from pathlib import Path
 
@@ -18,14 +20,25 @@ def shout(message: str) -> None:
     print(f"\n*** boltzattn: {message} ***\n", file=sys.stderr, flush=True)
 
 
+def look_beyond_isolation() -> None:
+    """Let a plain `pip install .` find the torch of the environment that it installs into.
+
+    pip builds in an environment of its own; to require torch there would fetch it a second time,
+    and perhaps another one.
+    """
+    if importlib.util.find_spec("torch") is None:
+        sys.path += [*site.getsitepackages(), site.getusersitepackages()]
+
+
 def extension_and_command() -> tuple[list[Extension], dict]:
+    look_beyond_isolation()
     try:
         import torch
         from torch.utils.cpp_extension import BuildExtension, include_paths
     except ImportError:
         shout(
             "torch is not importable, so NO C++ EXTENSION IS BUILT and attention will be slow; "
-            "install torch first, then: pip install --no-build-isolation ."
+            "install torch first, then this package again"
         )
         return [], {}
 

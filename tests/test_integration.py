@@ -10,6 +10,7 @@ from typing import Any
 import boltzattn
 import pytest
 import torch
+from boltzattn import reference
 from check import run
 from errors import assert_accurate
 from oracle import EAGER_RUNS, dense, eagers, oracle
@@ -77,6 +78,28 @@ def test_gradgradcheck(call: dict[str, Any], server: Server) -> None:
         return out, lse.masked_fill(lse.isinf(), 0.0)
 
     assert torch.autograd.gradgradcheck(function, _tensors())
+
+
+@pytest.mark.parametrize("server", ANY_RANK, ids=str)
+def test_gradgradcheck_in_blocks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of scores at a time and one in the last block."""
+    monkeypatch.setattr(reference, "SCORES_PER_BLOCK", 2 * 6)
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return boltzattn.attention(*tensors, is_causal=True, **server.ask, return_lse=True)
+
+    assert torch.autograd.gradgradcheck(function, _tensors())
+
+
+@pytest.mark.parametrize("server", ANY_RANK, ids=str)
+@pytest.mark.parametrize(("n_q", "n_k"), [(0, 6), (5, 0)])
+def test_double_backward_of_nothing(n_q: int, n_k: int, server: Server) -> None:
+    tensors = _tensors(n_q=n_q, n_k=n_k)
+    out, lse = boltzattn.attention(*tensors, **server.ask, return_lse=True)
+    out_sum = out.sum() + lse.masked_fill(lse.isinf(), 0.0).sum()
+    grads = torch.autograd.grad(out_sum, tensors, create_graph=True)
+    again = torch.autograd.grad(sum(g.square().sum() for g in grads), tensors)
+    _same(again, tuple(torch.zeros_like(x) for x in tensors))
 
 
 @pytest.mark.parametrize("server", PLAIN, ids=str)
@@ -435,10 +458,14 @@ def test_vmap_of_grad(server: Server) -> None:
     _same(together, grad(loss, (0, 1, 2))(*tensors))
 
 
-@pytest.mark.parametrize("server", ANY_RANK, ids=str)
-def test_hessian_by_torch_func(server: Server) -> None:
-    """grad of grad, and a Jacobian of it by vmap: reverse over reverse."""
-    tensors = [x.detach() for x in _tensors(n_q=2, n_k=3, dtype=torch.float32)]
+@pytest.mark.parametrize("server", PLAIN, ids=str)
+@pytest.mark.parametrize("scores_per_block", [reference.SCORES_PER_BLOCK, 3])
+def test_hessian_by_torch_func(
+    scores_per_block: int, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """grad of grad, and a Jacobian of it by vmap: reverse over reverse, in one block or a few."""
+    monkeypatch.setattr(reference, "SCORES_PER_BLOCK", scores_per_block)
+    tensors = [x.detach() for x in _tensors(n_q=2, n_k=3, rank=1, dtype=torch.float32)]
 
     def hessian(attend: Callable[..., Tensor], query: Tensor, *rest: Tensor) -> dict[str, Tensor]:
         def loss(query: Tensor) -> Tensor:
@@ -455,6 +482,27 @@ def test_hessian_by_torch_func(server: Server) -> None:
         (hessian(lambda *x, i=i: dense(*x, order=i)[0], *tensors) for i in range(EAGER_RUNS)),
         method=server.method,
     )
+
+
+@pytest.mark.parametrize("server", PLAIN, ids=str)
+def test_a_third_derivative_raises(server: Server) -> None:
+    """In autograd and in torch.func; a wrong number would be worse."""
+    query, key, value = (x.detach() for x in _tensors(rank=1))
+
+    def loss(query: Tensor) -> Tensor:
+        return boltzattn.attention(query, key, value, **server.ask).square().sum()
+
+    def slope(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return grad(lambda query: function(query).sum())
+
+    with pytest.raises(RuntimeError, match="third"):
+        slope(slope(slope(loss)))(query)
+
+    query.requires_grad_()
+    first = torch.autograd.grad(loss(query), query, create_graph=True)[0]
+    second = torch.autograd.grad(first.square().sum(), query, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="third"):
+        second.sum().backward()
 
 
 def test_use_backend_is_a_matter_of_one_thread() -> None:

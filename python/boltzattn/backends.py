@@ -48,8 +48,9 @@ def extension() -> ModuleType | str:
     except ImportError as error:
         reason = f"the extension boltzattn._C is not usable ({error})"
         warnings.warn(
-            f"boltzattn: {reason}; attention runs on the slow reference backend. Rebuild with "
-            "`pip install --no-build-isolation .` under the torch that is installed.",
+            f"boltzattn: {reason}; attention runs on the slow reference backend. To build "
+            "it, install boltzattn again where torch and a C++ compiler are; `pip install -v` "
+            "tells what goes wrong.",
             RuntimeWarning,
             stacklevel=2,
         )
