@@ -264,7 +264,9 @@ void run(const Case& c) {
   call.value = value.matrix();
   if (c.dropout_p > 0) call.seed = seed.normal(1).matrix();
   call.out = out.matrix();
-  call.lse = reinterpret_cast<double*>(lse.bytes.get());
+  call.lse = lse.matrix();
+  call.value_columns = c.dv;
+  call.summed = 1;
 
   const bool boolean =
       c.mask == Mask::kAttnBool || c.mask == Mask::kKeyBool || c.mask == Mask::kNothing;
@@ -296,7 +298,10 @@ void run(const Case& c) {
       break;
   }
 
-  (c.transform ? c.kernels->transform_forward : c.kernels->direct_forward)(call);
+  const bool halving = c.transform && bytes_of(c.dtype) > 2 && c.n_q > 0 && c.n_k > 0 && !below(3);
+  (halving       ? c.kernels->causal_forward
+   : c.transform ? c.kernels->transform_forward
+                 : c.kernels->direct_forward)(call);
   if (c.transform) {
     std::vector<TransformReport> reports(size_t(c.heads));
     c.kernels->transform_report(call, reports.data());
@@ -327,7 +332,8 @@ void run(const Case& c) {
             fail("a result is not finite, or was not written");
   }
   for (int64_t i = 0; i < c.heads * c.n_q; ++i)
-    if (std::isnan(call.lse[i])) fail("lse is NaN, or was not written");
+    if (std::isnan(reinterpret_cast<double*>(lse.bytes.get())[i]))
+      fail("lse is NaN, or was not written");
 }
 
 const DType kDTypes[] = {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kFloat16};
@@ -356,8 +362,73 @@ Case drawn(const Kernels& kernels, bool transform, int64_t n_q, int64_t n_k) {
   return c;
 }
 
+// A layer: the heads of a batch share values, and their results add up in one output.
+void run_layer(const Kernels& kernels, int64_t n) {
+  threads = one_of<int64_t>({1, 3});
+  const int64_t batch = 2, heads = 3, d = one_of<int64_t>({1, 7, 64, 70, 300});
+  const int64_t d_out = one_of<int64_t>({1, 5, 64, 131});
+  const DType dtype = kDTypes[below(4)], sum_dtype = one_of({dtype, DType::kFloat32});
+  const DType wide = dtype == DType::kFloat64 ? dtype : sum_dtype;
+  now_running = "layer or project";
+  Tensor x(batch, n, d, dtype, any_layout()), weight(heads, d_out, d, dtype, any_layout());
+  Tensor both(1, 2 * heads, d, dtype, any_layout()), bias(1, 1, 2 * heads, dtype, any_layout());
+  Tensor numbers(batch, 2 * heads, n, dtype, kContiguous);
+  for (Tensor* t : {&x, &weight, &both, &bias}) t->normal(0.5);
+  if (!below(4)) x.spoil();
+  std::vector<Extent> extents(size_t(batch * 2 * heads));
+  Projection projection{
+      batch,         n, d, 2 * heads, x.matrix(), both.matrix(), bias.matrix(), numbers.matrix(),
+      extents.data()};
+  kernels.project(projection);
+
+  // Offsets of head h of batch b, for tensors that have only one of the two.
+  std::vector<std::vector<int64_t>> kept;
+  const auto spread = [&](const Matrix& m, bool by_batch, int64_t first, int64_t step) {
+    std::vector<int64_t> offset;
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t h = 0; h < heads; ++h)
+        offset.push_back(m.head[by_batch ? b : h] + (first + h) * step);
+    kept.push_back(std::move(offset));
+    return Matrix{m.data, m.dtype, kept.back().data(), m.row, m.column};
+  };
+  kept.reserve(16);
+  const Matrix lines = numbers.matrix();
+  Attention call{};
+  call.heads = batch * heads;
+  call.n_q = call.n_k = n;
+  call.rank = 1;
+  call.dv = d_out;
+  call.value_columns = d;
+  call.summed = heads;
+  call.scale = one_of({0.0, 1.0, -20.0});
+  call.query = spread(lines, true, 0, lines.row);
+  call.key = spread(lines, true, heads, lines.row);
+  for (Matrix* m : {&call.query, &call.key}) m->row = lines.column;
+  call.value = spread(x.matrix(), true, 0, 0);
+  call.weight = spread(weight.matrix(), false, 0, 0);
+  if (below(2)) call.extents = extents.data();
+  Tensor out(batch, n, d_out, wide, writable_layout());
+  call.out = spread(out.matrix(), true, 0, 0);
+  kernels.layer_forward(call);
+
+  Tensor grad_out(batch, n, d_out, dtype, any_layout()), grad_x(batch, n, d, wide, kContiguous);
+  Tensor grad_weight(heads, d_out, d, wide, kContiguous);
+  Tensor grad_query(batch * heads, n, 1, dtype, kContiguous);
+  Tensor grad_key(batch * heads, n, 1, dtype, kContiguous);
+  AttentionGradient gradient{};
+  gradient.call = call;
+  gradient.grad_out = spread(grad_out.normal(1).matrix(), true, 0, 0);
+  gradient.grad_query = grad_query.matrix();
+  gradient.grad_key = grad_key.matrix();
+  gradient.grad_value = spread(grad_x.matrix(), true, 0, 0);
+  gradient.grad_weight = spread(grad_weight.normal(0).matrix(), false, 0, 0);
+  kernels.layer_backward(gradient);
+}
+
 void run_kernels(const Kernels& kernels) {
   int calls = 0;
+  for (int64_t n : {1, 2, 63, 65, 257, 600})
+    for (int repeat = 0; repeat < 3; ++repeat, ++calls) run_layer(kernels, n);
   for (int64_t n_q : {0, 1, 2, 63, 65, 257}) {
     for (int64_t n_k : {0, 1, 2, 63, 65, 257}) {
       for (int repeat = 0; repeat < 5; ++repeat) {
