@@ -48,7 +48,7 @@ BOLTZATTN_INLINE int most_key_nodes(DType dtype) {
 
 // Tokens of a chunk: enough chunks to share out.
 BOLTZATTN_INLINE int64_t chunk_of(int64_t n) {
-  return least(kChunk, most(512, round_up(ceil_div(n, 16), 256)));
+  return least(kChunk, most(512, round_up(ceil_div(n, 8), 256)));
 }
 
 template <class Body>
@@ -256,7 +256,7 @@ struct Transform {
     const int64_t table = int64_t(axis.panels) * nodes * size;
     const int64_t chunk = chunk_of(n), chunks = ceil_div(n, chunk);
     // Partial sums are kept within a few megabytes, whatever the layout.
-    const int64_t most_parts = most(4, least(64, (int64_t(1) << 20) / table));
+    const int64_t most_parts = most(4, least(64, (int64_t(1) << 18) / table));
     const int64_t per_part = ceil_div(chunks, least(chunks, most_parts));
     const int64_t parts = ceil_div(chunks, per_part);
     Buffer<double> partial(parts * table);
