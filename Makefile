@@ -56,6 +56,7 @@ build/sanitize/%.o: csrc/cpu/%.cpp $(SOURCES)
 lint: $(VENV)/.requirements
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(SOURCES) $(SANITIZER)
 
 format: $(VENV)/.requirements

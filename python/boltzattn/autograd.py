@@ -187,8 +187,9 @@ class AttentionDoubleBackward(torch.autograd.Function):
 
 # torch binds the arguments of `forward` anew at every call; its signature, found once, saves more
 # time than a small call takes.
-for _function in (Attention, AttentionBackward):
-    _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[attr-defined]
+_functions: tuple[Any, ...] = (Attention, AttentionBackward)
+for _function in _functions:
+    _function.forward.__signature__ = inspect.signature(_function.forward)
 
 
 def _differentiable(operator: Any, function: type[torch.autograd.Function], tensors: int) -> Any:
