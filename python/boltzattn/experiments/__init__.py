@@ -5,12 +5,21 @@ answer off the measurements. Needs scipy, matplotlib and tqdm: `pip install
 'boltzattn[experiments]'`.
 """
 
-from boltzattn.experiments import approximate, depth, duplicates, hardmax, memorize, temperature, theory_vs_practice
+from boltzattn.experiments import (
+    approximate,
+    depth,
+    duplicates,
+    hardmax,
+    memorize,
+    rank,
+    temperature,
+    theory_vs_practice,
+)
 from boltzattn.experiments.experiment import Experiment, Finding, Result, run
 
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT
-    for module in (memorize, theory_vs_practice, temperature, hardmax, duplicates, approximate, depth)
+    for module in (memorize, theory_vs_practice, temperature, hardmax, duplicates, approximate, depth, rank)
 }
 
 __all__ = ["EXPERIMENTS", "Experiment", "Finding", "Result", "run"]

@@ -23,7 +23,7 @@ from boltzattn.experiments.experiment import (
 )
 from boltzattn.experiments.figure import BLUE, ORANGE
 from boltzattn.experiments.models import hidden_for, transformer
-from boltzattn.experiments.tasks import learn_function, learn_labels
+from boltzattn.experiments.tasks import learn_function, learn_labels, uniform
 from boltzattn.experiments.training import count_parameters
 
 DIM, CLASSES = 8, 8
@@ -32,6 +32,7 @@ MODELS = {
     "1 layer, rank 1": (1, 1),
     "1 layer, rank 4": (1, 4),
     "1 layer, full rank": (1, DIM),
+    "2 layers, rank 1": (2, 1),
     "2 layers, full rank": (2, DIM),
     "4 layers, full rank": (4, DIM),
 }
@@ -45,7 +46,7 @@ def measure(
     sizes: dict[str, Any] = {"dim": DIM, "in_dim": d, "out_dim": outputs, "rank": rank}
     hidden = hidden_for(parameters, layers, **sizes)
 
-    def build() -> Any:
+    def build(_: int) -> Any:
         return transformer(layers, hidden=hidden, **sizes)
 
     numbers = [1000 * seed + i for i in range(seeds)]
@@ -62,9 +63,9 @@ def measure(
         )
     else:
         rows = learn_function(
-            build, numbers, target="wave", n=4, d=d, batch=2 * count, steps=steps
+            build, numbers, draw=uniform("wave", 4, d), batch=2 * count, steps=steps
         )
-    shared = {"hidden": hidden, "true_parameters": count_parameters(build())}
+    shared = {"hidden": hidden, "true_parameters": count_parameters(build(0))}
     return [{**shared, **row} for row in rows]
 
 

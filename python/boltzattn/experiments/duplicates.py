@@ -96,7 +96,7 @@ def _trained(
 ) -> list[float]:
     """Share of labels that one rank-1 layer has learned, for each task."""
     models = build_all(
-        lambda: transformer(1, 16, D, CLASSES, hidden=64, num_heads=1, rank=1), numbers
+        lambda _: transformer(1, 16, D, CLASSES, hidden=64, num_heads=1, rank=1), numbers
     )
     x = torch.stack([x for x, _ in tasks]).float()
     labels = torch.stack([labels for _, labels in tasks])

@@ -108,7 +108,7 @@ def measure(
         ]
     generator = torch.Generator().manual_seed(seed)
     numbers = [1000 * seed + i for i in range(seeds)]
-    models = build_all(lambda: build(kind, first_network), numbers)
+    models = build_all(lambda _: build(kind, first_network), numbers)
 
     def batches(_: int) -> tuple[Tensor, Tensor]:
         x, label = draw_sets(seeds * batch, generator)

@@ -15,9 +15,28 @@ from boltzattn.theory.memorization import random_task
 
 TEST_SETS = 2000
 
+# Of a number of sets and a generator: inputs `[sets, n, d]` and targets `[sets, n, k]`.
+Draw = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+
+
+def uniform(target: str, n: int, d: int) -> Draw:
+    """One of `boltzattn.theory.TARGETS` at uniform points of the unit cube.
+
+    Example:
+        >>> x, y = uniform("wave", n=3, d=2)(5, torch.Generator())
+        >>> x.shape, y.shape
+        (torch.Size([5, 3, 2]), torch.Size([5, 3, 2]))
+    """
+
+    def draw(sets: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x = torch.rand(sets, n, d, generator=generator)
+        return x, TARGETS[target](x)
+
+    return draw
+
 
 def learn_labels(
-    build: Callable[[], nn.Module],
+    build: Callable[[int], nn.Module],
     numbers: list[int],
     *,
     n: int,
@@ -59,36 +78,32 @@ def learn_labels(
 
 
 def learn_function(
-    build: Callable[[], nn.Module],
+    build: Callable[[int], nn.Module],
     numbers: list[int],
     *,
-    target: str,
-    n: int,
-    d: int,
+    draw: Draw,
     batch: int,
     steps: int,
     rate: float = 1e-2,
 ) -> list[Row]:
-    """Train a model from each seed on uniform points, fresh at every step.
+    """Train a model from each seed on `draw(sets, generator)`, fresh sets at every step.
 
-    Returns rows with `error`, the root mean square error on unseen points over the standard
+    Returns rows with `error`, the root mean square error on unseen sets over the standard
     deviation of the target: 1 for whoever knows its mean only.
     """
-    f = TARGETS[target]
     generator = torch.Generator().manual_seed(numbers[0])
     models = build_all(build, numbers)
 
     def batches(_: int) -> tuple[Tensor, Tensor]:
-        x = torch.rand(len(models), batch, n, d, generator=generator)
-        return x, f(x)
+        x, y = draw(len(models) * batch, generator)
+        return x.unflatten(0, (-1, batch)), y.unflatten(0, (-1, batch))
 
     def loss(out: Tensor, wanted: Tensor) -> Tensor:
         return F.mse_loss(out[..., : wanted.shape[-1]], wanted)
 
     train(models, batches, loss, steps, rate)
     # No training draws from this generator: its seed is beyond all others.
-    x = torch.rand(TEST_SETS, n, d, generator=torch.Generator().manual_seed(2**31 + numbers[0]))
-    wanted = f(x)
+    x, wanted = draw(TEST_SETS, torch.Generator().manual_seed(2**31 + numbers[0]))
     spread = (wanted - wanted.mean((0, 1))).square().mean().sqrt()
     rows = []
     for number, model in zip(numbers, models, strict=True):

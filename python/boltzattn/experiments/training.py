@@ -12,12 +12,12 @@ Batches = Callable[[int], tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def build_all(build: Callable[[], nn.Module], seeds: Sequence[int]) -> list[nn.Module]:
-    """A model from each seed."""
+def build_all(build: Callable[[int], nn.Module], seeds: Sequence[int]) -> list[nn.Module]:
+    """`build(seed)` for each seed, which is also that of torch's random numbers."""
     models = []
     for seed in seeds:
         torch.manual_seed(seed)
-        models.append(build())
+        models.append(build(seed))
     return models
 
 
@@ -37,7 +37,7 @@ def train(
         rate: the highest learning rate.
 
     Example:
-        >>> models = build_all(lambda: nn.Linear(1, 1), seeds=[0, 1])
+        >>> models = build_all(lambda seed: nn.Linear(1, 1), seeds=[0, 1])
         >>> x = torch.linspace(-1, 1, 20)[None, :, None].expand(2, 20, 1)
         >>> losses = train(models, lambda step: (x, 3 * x), nn.functional.mse_loss, 100, 0.1)
         >>> losses.shape, bool((losses[-1] < 1e-2).all())
