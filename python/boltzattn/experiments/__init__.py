@@ -11,6 +11,7 @@ from boltzattn.experiments import (
     duplicates,
     hardmax,
     memorize,
+    no_quantizer,
     rank,
     temperature,
     theory_vs_practice,
@@ -19,7 +20,7 @@ from boltzattn.experiments.experiment import Experiment, Finding, Result, run
 
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT
-    for module in (memorize, theory_vs_practice, temperature, hardmax, duplicates, approximate, depth, rank)
+    for module in (memorize, theory_vs_practice, temperature, hardmax, duplicates, approximate, depth, rank, no_quantizer)
 }
 
 __all__ = ["EXPERIMENTS", "Experiment", "Finding", "Result", "run"]
