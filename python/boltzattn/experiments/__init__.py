@@ -10,6 +10,7 @@ from boltzattn.experiments import (
     depth,
     duplicates,
     hardmax,
+    long_sets,
     memorize,
     no_quantizer,
     rank,
@@ -20,7 +21,18 @@ from boltzattn.experiments.experiment import Experiment, Finding, Result, run
 
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT
-    for module in (memorize, theory_vs_practice, temperature, hardmax, duplicates, approximate, depth, rank, no_quantizer)
+    for module in (
+        memorize,
+        theory_vs_practice,
+        temperature,
+        hardmax,
+        duplicates,
+        approximate,
+        depth,
+        rank,
+        no_quantizer,
+        long_sets,
+    )
 }
 
 __all__ = ["EXPERIMENTS", "Experiment", "Finding", "Result", "run"]

@@ -118,9 +118,7 @@ def judge(rows: list[Row]) -> list[Finding]:
 def table(rows: list[Row]) -> Table:
     lines = []
     for model in values(rows, "model"):
-        labels, function = (
-            select(rows, task=task, model=model) for task in ("labels", "function")
-        )
+        labels, function = (select(rows, task=task, model=model) for task in ("labels", "function"))
         done = [row["steps_to_99"] for row in labels if row["steps_to_99"] is not None]
         lines.append(
             (
@@ -156,7 +154,9 @@ def draw(rows: list[Row], figure: Any) -> None:
 def _cases(parameters: int, count: int, steps: int, seeds: int) -> list[dict[str, Any]]:
     shared = {"parameters": parameters, "count": count, "steps": steps, "seeds": seeds}
     return [
-        {"task": task, "model": model, **shared} for task in ("labels", "function") for model in MODELS
+        {"task": task, "model": model, **shared}
+        for task in ("labels", "function")
+        for model in MODELS
     ]
 
 

@@ -91,9 +91,7 @@ def measure(part: str, at: float, count: int, seeds: int, steps: int, seed: int)
     return rows
 
 
-def _trained(
-    tasks: list[tuple[Tensor, Tensor]], numbers: list[int], steps: int
-) -> list[float]:
+def _trained(tasks: list[tuple[Tensor, Tensor]], numbers: list[int], steps: int) -> list[float]:
     """Share of labels that one rank-1 layer has learned, for each task."""
     models = build_all(
         lambda _: transformer(1, 16, D, CLASSES, hidden=64, num_heads=1, rank=1), numbers

@@ -60,14 +60,15 @@ class TiedAttention(nn.Module):
         return z + (weights @ p[..., None]) * self.o
 
 
-def build(model: str, parameters: int, networks: int, count: int, seed: int) -> nn.Module:
-    """The model, its token-wise networks (one behind attention, or one on each side) so wide that
-    there are about `parameters` numbers in all; frozen attention counts."""
+def build(model: str, parameters: int, count: int, seed: int) -> nn.Module:
+    """Attention, and behind it a network so wide that there are about `parameters` numbers in all.
+
+    Attention that is not trained counts. There is no network in front: it would change the rank
+    that attention sees.
+    """
     attention = _attention(model, count, seed)
-    rest = parameters - count_parameters(attention) - networks * D
-    hidden = round(rest / networks / (2 * D + 1))
-    parts = [attention, FeedForward(D, hidden)]
-    return nn.Sequential(*parts if networks == 1 else [FeedForward(D, hidden), *parts])
+    hidden = round((parameters - count_parameters(attention) - D) / (2 * D + 1))
+    return nn.Sequential(attention, FeedForward(D, hidden))
 
 
 def _attention(model: str, count: int, seed: int) -> nn.Module:
@@ -125,10 +126,9 @@ def measure(
     task: str, model: str, parameters: int, count: int, steps: int, seeds: int, seed: int
 ) -> list[Row]:
     numbers = [1000 * seed + i for i in range(seeds)]
-    networks = 1 if task == "labels" else 2
 
     def make(number: int) -> nn.Module:
-        return build(model, parameters, networks, count, number)
+        return build(model, parameters, count, number)
 
     if task == "labels":
         rows = learn_labels(
@@ -143,7 +143,7 @@ def measure(
         )
     else:
         draw = teacher(int(task.removeprefix("imitate rank ")), seed)
-        rows = learn_function(make, numbers, draw=draw, batch=count, steps=steps)
+        rows = learn_function(make, numbers, draw=draw, batch=count, steps=steps, rate=3e-2)
     return [{"true_parameters": count_parameters(make(0)), **row} for row in rows]
 
 
@@ -213,7 +213,12 @@ def table(rows: list[Row]) -> Table:
             cells.append(mean_and_range([factor * row[name] for row in some]) if some else "")
         size = select(rows, model=model)[0]["true_parameters"]
         lines.append((model, size, *cells))
-    return ("attention", "parameters", "% labels learned", *(f"{t}, error" for t in tasks[1:])), lines
+    return (
+        "attention",
+        "parameters",
+        "% labels learned",
+        *(f"{t}, error" for t in tasks[1:]),
+    ), lines
 
 
 def draw(rows: list[Row], figure: Any) -> None:
