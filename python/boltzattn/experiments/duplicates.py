@@ -301,7 +301,7 @@ EXPERIMENT = Experiment(
     refuted_if="repetition costs labels, proportional sequences are told apart, or the "
     "construction fails on twins that fp64 resolves",
     cases={
-        "tiny": _cases((0.0, 0.5), (1.0, 1e-6), 16, 2, 150),
+        "tiny": _cases((0.0, 0.5), (1.0, 1e-6), 8, 2, 20),
         "quick": _cases(
             (0.0, 0.3, 0.6, 1.0), (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-6, 1e-10, 1e-14), 32, 3, 500
         ),

@@ -174,3 +174,8 @@ def mean_and_range(numbers: Sequence[float], form: str = ".3g") -> str:
     """
     mean, low, high = np.mean(numbers), min(numbers), max(numbers)
     return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def all_below(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether every number of `first` is below every number of `second`: seeds that do not mix."""
+    return max(first) < min(second)

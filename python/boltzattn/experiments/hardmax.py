@@ -237,9 +237,9 @@ def _cases(seeds: int, steps: int, batch: int, trials: int) -> list[dict[str, An
 EXPERIMENT = Experiment(
     name="hardmax",
     question="Can hardmax attention be trained to do what softmax attention does?",
-    refuted_if="a hardmax layer beats guessing at the shared tokens, or softmax does not learn them",
+    refuted_if="hardmax beats guessing at the shared tokens, or softmax does not learn them",
     cases={
-        "tiny": _cases(2, 250, 64, 50),
+        "tiny": _cases(2, 20, 64, 20),
         "quick": _cases(3, 800, 64, 500),
         "full": _cases(10, 5000, 512, 20_000),
     },

@@ -9,7 +9,7 @@ The floor is measured here without any network: half the mean square difference 
 nearest neighbours, as the sample grows. Tokens are on a line, and the numbers are
 
     "scalar":        one; the head adds it to the token itself, as in the paper with d = 1;
-    "temperatures":  of m heads of rank 1 on the tokens as they are, each in a coordinate of its own;
+    "temperatures":  of m heads of rank 1 on the tokens as they are, each in its own coordinate;
     "powers":        means of x, .., x^m: one head with m values behind a smooth network, the same
                      for all f.
 
@@ -254,9 +254,9 @@ def draw(rows: list[Row], figure: Any) -> None:
     ]
     colours = {"scalar": GREY, "temperatures": BLUE, "powers": ORANGE}
     labels = {
-        "scalar": "added to the token (paper, d = 1)",
-        "temperatures": "heads of rank 1",
-        "powers": "values behind a smooth network",
+        "scalar": "one head, added to the token (paper, d = 1)",
+        "temperatures": "heads of rank 1, nothing in front",
+        "powers": "one head, values behind a smooth network",
     }
     for i, (variant, m) in enumerate(kinds):
         for j, n in enumerate(lengths):
@@ -273,12 +273,13 @@ def draw(rows: list[Row], figure: Any) -> None:
                 )
                 left.text(place, height * 1.06, str(m), ha="center", fontsize=8)
     left.axhline(NO_FLOOR, color=GREY, linewidth=1, linestyle="--")
+    left.text(-0.5, NO_FLOOR * 1.1, "counts as none", color=GREY, fontsize=8)
     left.set_yscale("log")
     left.set_xticks(range(len(lengths)), [f"n = {n}" for n in lengths])
     left.set(
         ylabel="error / standard deviation of f",
-        title="Floor, by how many numbers are seen",
-        ylim=(1.5e-3, 3),
+        title="Floor, by how many numbers are seen (on the bars)",
+        ylim=(1.5e-3, 40),
     )
     left.legend(loc="upper left")
     trained = select(rows, part="trained")

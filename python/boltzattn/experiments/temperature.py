@@ -169,7 +169,7 @@ def draw(rows: list[Row], figure: Any) -> None:
         title="Neither the mean nor hardmax will do",
         ylim=(floor / 3, 3),
     )
-    axis.legend(loc="upper right")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=5)
     mean.set_xticks([0, 1], ["mean\n(beta = 0)", "hardmax\n(infinity)"])
     mean.set(xlim=(-0.5, 1.5), title="The two limits")
 
