@@ -19,7 +19,7 @@ import triton.language as tl
 from boltzattn.triton_kernels.heads import (
     head_offset,
     lead_of,
-    load_columns,
+    load_column,
     load_matrix,
     load_vector,
     store_matrix,
@@ -54,8 +54,8 @@ def dropout_factor(dropout, head, lead, row, rows, first_key, keys):
 
 @triton.jit
 def masked_scores(
-    query,  # tuple of [BLOCK_Q]
-    key,  # tuple of [BLOCK_K]
+    query,
+    key,
     attn_mask,
     key_mask,
     head,
@@ -72,11 +72,15 @@ def masked_scores(
 ):
     """Logits [BLOCK_K, BLOCK_Q] of a block of pairs, -inf where a query may not attend.
 
-    Forward and backward share it, so that weights are rebuilt from the very same numbers.
+    Forward and backward share it, so that weights are rebuilt from the very same numbers. The loop
+    over ranks is a loop: unrolled, it would hold all columns in registers.
     """
-    score = key[0][:, None] * (query[0] * scale)[None, :]
-    for r in tl.static_range(1, RANK):
-        score = tl.fma(key[r][:, None], (query[r] * scale)[None, :], score)
+    q = load_column(query, head, lead, row, rows, n_q, 0) * scale
+    score = load_column(key, head, lead, first_key, keys, n_k, 0)[:, None] * q[None, :]
+    for r in range(1, RANK):
+        q = load_column(query, head, lead, row, rows, n_q, r) * scale
+        k = load_column(key, head, lead, first_key, keys, n_k, r)
+        score = tl.fma(k[:, None], q[None, :], score)
     allowed = (keys < n_k - first_key)[:, None]
     if IS_CAUSAL:
         allowed = allowed & (keys[:, None] <= (row - first_key) + rows[None, :])
@@ -127,17 +131,15 @@ def forward_kernel(
     row = tl.program_id(0) % blocks * BLOCK_Q
     column = tl.program_id(1) * BLOCK_DV
     rows, keys, columns = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_DV)
-    q = load_columns(query, head, lead, row, rows, n_q, RANK)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float64)  # long rows outgrow fp32
     acc = tl.zeros([BLOCK_DV, BLOCK_Q], tl.float32)
     end = tl.minimum(n_k, row + BLOCK_Q) if IS_CAUSAL else n_k
     for first_key in range(0, end, BLOCK_K):
-        k = load_columns(key, head, lead, first_key, keys, n_k, RANK)
         v = load_matrix(value, head, lead, first_key, keys, n_k, column, columns, dv).to(DOT)
         score = masked_scores(
-            q,
-            k,
+            query,
+            key,
             attn_mask,
             key_mask,
             head,
@@ -229,15 +231,13 @@ def query_gradient_kernel(
             shift -= load_vector(grad_lse, head, lead, row, rows, n_q).to(tl.float32)
     tl.store(delta + share + row + rows, shift, rows < n_q - row)
     row_lse = tl.load(lse + head.to(tl.int64) * n_q + row + rows, rows < n_q - row, other=0.0)
-    q = load_columns(query, head, lead, row, rows, n_q, RANK)
     acc = tl.zeros([RANK_TILE, BLOCK_Q], tl.float32)
     end = tl.minimum(n_k, row + BLOCK_Q) if IS_CAUSAL else n_k
     for first_key in range(0, end, BLOCK_K):
-        k = load_columns(key, head, lead, first_key, keys, n_k, RANK)
         v = load_matrix(value, head, lead, first_key, keys, n_k, column, columns, dv).to(DOT)
         score = masked_scores(
-            q,
-            k,
+            query,
+            key,
             attn_mask,
             key_mask,
             head,
@@ -302,16 +302,14 @@ def key_gradient_kernel(
     lse += head.to(tl.int64) * n_q
     delta += share * n_q
 
-    k = load_columns(key, head, lead, first_key, keys, n_k, RANK)
     v = load_matrix(value, head, lead, first_key, keys, n_k, column, columns, dv).to(DOT)
     to_key = tl.zeros([BLOCK_K, RANK_TILE], tl.float32)
     to_value = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
     for row in range(first_key // BLOCK_Q * BLOCK_Q if IS_CAUSAL else 0, n_q, BLOCK_Q):
-        q = load_columns(query, head, lead, row, rows, n_q, RANK)
         g = load_matrix(grad_out, head, lead, row, rows, n_q, column, columns, dv).to(DOT)
         score = masked_scores(
-            q,
-            k,
+            query,
+            key,
             attn_mask,
             key_mask,
             head,

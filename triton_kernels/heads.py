@@ -61,14 +61,11 @@ def load_vector(x, head, lead, first, local, n):
 
 
 @triton.jit
-def load_columns(x, head, lead, first, local, n, RANK: tl.constexpr):
-    """The RANK columns of rows first + local of a matrix [*L, n, RANK]: a tuple of vectors."""
+def load_column(x, head, lead, first, local, n, column):
+    """One column of rows first + local of a matrix [*L, n, width], in fp32."""
     start = x[0] + head_offset(x, head, lead) + tl.cast(first, tl.int64) * x[4]
-    columns = ()
-    for r in tl.static_range(RANK):
-        column = tl.load(start + r * x[5] + local * x[4], local < n - first, other=0.0)
-        columns = columns + (column.to(tl.float32),)
-    return columns
+    start += tl.cast(column, tl.int64) * x[5]
+    return tl.load(start + local * x[4], local < n - first, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-WIDEST = 128  # columns of the values that one program handles
+WIDEST = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}  # columns of a program
 LEAST = 16  # columns of the smallest matrix product
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -55,9 +55,9 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-def column_block(dv: int) -> int:
-    """Columns of a program: a power of 2."""
-    return min(WIDEST, max(LEAST, 1 << (dv - 1).bit_length()))
+def column_block(dtype: torch.dtype, dv: int) -> int:
+    """Columns of the values that a program takes: a power of 2."""
+    return min(WIDEST[dtype], max(LEAST, 1 << (dv - 1).bit_length()))
 
 
 def precision(device: torch.device) -> str:
@@ -76,20 +76,54 @@ class DirectTile(NamedTuple):
     num_warps: int
 
 
-# (kernel, fp32?, columns): the largest tiles that no architecture spills at rank 4 and rank 16.
-_DIRECT: dict[tuple[str, bool, int], tuple[DirectTile, DirectTile]] = {}
-for _columns in (16, 32, 64, 128):
-    for _kernel in ("forward", "query_gradient", "key_gradient"):
-        _DIRECT[_kernel, False, _columns] = (DirectTile(128, 32, 8), DirectTile(64, 16, 4))
-        _DIRECT[_kernel, True, _columns] = (DirectTile(64, 16, 4), DirectTile(32, 16, 4))
+# By kernel and width of the values' block: tiles at rank 1 and at higher ranks, where columns of
+# queries and keys take registers too. The largest that spill nowhere.
+_HALF: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
+    "forward": {
+        16: (DirectTile(128, 32, 4), DirectTile(128, 32, 8)),
+        32: (DirectTile(128, 32, 4), DirectTile(128, 32, 8)),
+        64: (DirectTile(128, 32, 4), DirectTile(64, 16, 4)),
+        128: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
+    },
+    "query_gradient": {
+        16: (DirectTile(128, 32, 8), DirectTile(64, 32, 4)),
+        32: (DirectTile(128, 32, 8), DirectTile(64, 32, 4)),
+        64: (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
+        128: (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
+    },
+    "key_gradient": {
+        16: (DirectTile(32, 64, 8), DirectTile(32, 32, 4)),
+        32: (DirectTile(32, 64, 8), DirectTile(32, 32, 4)),
+        64: (DirectTile(32, 64, 8), DirectTile(16, 32, 4)),
+        128: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
+    },
+}
+_SINGLE: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
+    "forward": {
+        16: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
+        32: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
+        64: (DirectTile(64, 16, 4), DirectTile(64, 16, 4)),
+    },
+    "query_gradient": {
+        16: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
+        32: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
+        64: (DirectTile(64, 16, 4), DirectTile(64, 16, 4)),
+    },
+    "key_gradient": {
+        16: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
+        32: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
+        64: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
+    },
+}
 # An operation costs the interpreter the same for small and for large blocks.
 _INTERPRETED = DirectTile(128, 128, 4)
 
 
 def direct_options(kernel: str, dtype: torch.dtype, rank: int, dv: int, how: str) -> dict[str, Any]:
     """Everything that is fixed at compile time but the problem itself."""
-    columns = column_block(dv)
-    tile = _DIRECT[kernel, dtype == torch.float32, columns][rank > 4]
+    columns = column_block(dtype, dv)
+    table = _SINGLE if dtype == torch.float32 else _HALF
+    tile = table[kernel][columns][rank > 1]
     if INTERPRETED:
         tile = _INTERPRETED
     return {
@@ -102,5 +136,52 @@ def direct_options(kernel: str, dtype: torch.dtype, rank: int, dv: int, how: str
         "num_warps": tile.num_warps,
         "num_stages": 2,
         # Weights are rebuilt in backward from the same scores: every operation is as written.
+        "enable_fp_fusion": False,
+    }
+
+
+CHUNK = 512  # tokens of a program of the transform: tables are read once for so many
+
+
+class TokenTile(NamedTuple):
+    """Tokens that a pass of the transform multiplies with the nodes of a panel at once."""
+
+    TILE: int
+    num_warps: int
+
+
+# Moments and evaluation stay below 128 registers: a quarter of the threads that fit at most.
+_TOKENS = {
+    "moments": TokenTile(16, 4),
+    "evaluate": TokenTile(32, 4),
+    "query_gradient": TokenTile(16, 4),
+    "key_gradient": TokenTile(16, 4),
+}
+
+
+def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int, how: str) -> dict[str, Any]:
+    """What a pass over tokens has fixed at compile time."""
+    tile = _TOKENS[kernel]
+    return {
+        "CHUNK": CHUNK,
+        "TILE": 64 if INTERPRETED else tile.TILE,
+        "BLOCK_DV": column_block(dtype, dv),
+        "NODES": nodes,
+        # Half precision is not worth a weight's last digits.
+        "WORK": tl.float64 if dtype == torch.float32 else tl.float32,
+        "PRECISION": how,
+        "num_warps": tile.num_warps,
+        "num_stages": 2,
+        "enable_fp_fusion": False,
+    }
+
+
+def node_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
+    """What the core has: no tokens, hence small and in fp64."""
+    return {
+        "BLOCK_DV": min(64, column_block(dtype, dv)),
+        "NODES": nodes,
+        "num_warps": 4,
+        "num_stages": 1,
         "enable_fp_fusion": False,
     }

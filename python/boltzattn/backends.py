@@ -148,7 +148,7 @@ BACKENDS: dict[str, Backend] = {
             "triton",
             "Triton",
             ("cuda",),
-            ("direct",),
+            ("direct", "transform"),
             _triton_missing,
             _triton_kernels,
             dtypes=(torch.float32, torch.bfloat16, torch.float16),
