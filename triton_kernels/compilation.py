@@ -25,7 +25,7 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 _TYPES = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -97,9 +97,20 @@ def source_of(launch: Launch) -> ASTSource:
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
+def specialisation(launch: Launch) -> str:
+    """Launches with the same text share one compiled kernel."""
+    source = source_of(launch)
+    fixed = sorted((name, str(value)) for name, value in launch.fixed.items())
+    return f"{launch.name} {source.signature} {source.attrs} {fixed}"
+
+
 def compile_for(launch: Launch, target: str) -> CompiledKernel:
     """The kernel as `target` would run it."""
-    options = {name: launch.fixed[name] for name in OPTIONS if name in launch.fixed}
+    fixed = dict(launch.fixed)
+    if TARGETS[target].backend == "hip" and "PRECISION" in fixed:
+        fixed["PRECISION"] = "ieee"  # as launch.precision says there
+    launch = Launch(launch.kernel, launch.grid, launch.args, fixed)
+    options = {name: fixed[name] for name in OPTIONS if name in fixed}
     return triton.compile(source_of(launch), target=TARGETS[target], options=options)
 
 
@@ -135,3 +146,23 @@ def resources_of(compiled: CompiledKernel) -> Resources:
         int(re.search(rf"{key}:(\d+)", record).group(1)) for key in ("REG", "STACK")
     )
     return Resources(registers, stack, shared, warps)
+
+
+# (registers, shared memory in bytes, warps, programs) of a multiprocessor.
+MULTIPROCESSORS = {
+    "sm_80": (65536, 164 << 10, 64, 32),
+    "sm_90": (65536, 228 << 10, 64, 32),
+    "sm_100": (65536, 228 << 10, 64, 32),
+    "sm_120": (65536, 100 << 10, 48, 24),
+}
+RESERVED = 1 << 10  # shared memory that the system takes of every program
+
+
+def occupancy(resources: Resources, target: str) -> float:
+    """Share of a multiprocessor's warps that can be resident, on NVIDIA GPUs."""
+    registers, shared, warps, programs = MULTIPROCESSORS[target]
+    of_a_warp = -(-resources.registers // 8) * 8 * 32
+    by_registers = registers // (of_a_warp * resources.warps)
+    by_shared = shared // (resources.shared + RESERVED)
+    resident = min(by_registers, by_shared, warps // resources.warps, programs)
+    return resident * resources.warps / warps

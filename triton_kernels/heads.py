@@ -40,6 +40,18 @@ def lead_of(x: Tensor, trailing: int) -> tuple[int, int, int]:
     return math.prod(lead), *inner
 
 
+def split(x: float) -> tuple[float, float]:
+    """x as the sum of two fp32 numbers, which is all that a kernel takes."""
+    high = torch.tensor(x, dtype=torch.float32).item()
+    return high, x - high
+
+
+@triton.jit
+def joined(x):
+    """The fp64 number that was split."""
+    return tl.cast(x[0], tl.float64) + tl.cast(x[1], tl.float64)
+
+
 @triton.jit
 def head_offset(x, head, lead):
     """Offset of a head in elements; `lead` is what `lead_of` says. int64 before any product."""

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from boltzattn import layout
-from boltzattn.triton_kernels.heads import head_offset, load_vector
+from boltzattn.triton_kernels.heads import head_offset, joined, load_vector
 
 NODES = 16  # on a panel of either axis: the shortest side of a matrix product
 RANGE_BLOCK = 1024  # tokens of a program that looks for ranges
@@ -176,7 +176,7 @@ def ranges_kernel(query, key, key_mask, parts, lead, n_q, n_k, scale, BLOCK: tl.
     first, local = block * BLOCK, tl.arange(0, BLOCK)
     infinity = float("inf")
 
-    t = load_vector(query, head, lead, first, local, n_q).to(tl.float64) * scale
+    t = load_vector(query, head, lead, first, local, n_q).to(tl.float64) * joined(scale)
     is_query = local < n_q - first
     odd = tl.sum((is_query & (t * 0 != 0)).to(tl.int32), 0)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from boltzattn.triton_kernels.heads import load_vector
+from boltzattn.triton_kernels.heads import joined, load_vector
 from boltzattn.triton_kernels.layout import FIELDS, load_number, locate_keys, locate_queries
 
 
@@ -20,7 +20,7 @@ def panels_of_block(
 ):
     """Panels of a block of tokens; masked keys get the last bin, and what is past the end BINS."""
     index, inside = first + local, local < n - first
-    number = load_number(x, head, lead, index, inside, scale)
+    number = load_number(x, head, lead, index, inside, joined(scale))
     if IS_KEY:
         panel, _ = locate_keys(number, row)
         if mask is not None:

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from boltzattn.layout import LARGEST_PRODUCT
 from boltzattn.triton_kernels import direct
-from boltzattn.triton_kernels.heads import head_offset, lead_of, strided
+from boltzattn.triton_kernels.heads import head_offset, joined, lead_of, split, strided
 from boltzattn.triton_kernels.launch import (
     CHUNK,
     cdiv,
@@ -395,6 +395,7 @@ def evaluate_kernel(
     PRECISION: tl.constexpr,
 ):
     """Reads F and log Z off at the queries of a chunk."""
+    scale = joined(scale)
     chunks = tl.cdiv(n, CHUNK)
     head, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     if tl.load(served + head) == 0:
@@ -465,6 +466,7 @@ def query_gradient_kernel(
     PRECISION: tl.constexpr,
 ):
     """dq_i = scale (g_i . F'(t_i) + dlse_i E[s]), and sums of g onto the query nodes."""
+    scale = joined(scale)
     chunks = tl.cdiv(n, CHUNK)
     head, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     if tl.load(served + head) == 0:
@@ -661,7 +663,7 @@ class _Axis:
 
     x: tuple  # query or key, as kernels take it
     n: int
-    scale: float
+    scale: tuple[float, float]
     panels: int  # at most
     blocks: int
     bins: int
@@ -709,7 +711,7 @@ def _sort(
     served: Tensor,
     lead: tuple,
     n: int,
-    scale: float,
+    scale: tuple[float, float],
     panels: int,
     is_key: bool,
 ) -> _Axis:
@@ -787,6 +789,7 @@ def _prepare(
     aims = PRECISIONS[query.dtype]
     query_panels, key_panels = most_panels(n_k, aims)
     q, k, v, mask = strided(query, 2), strided(key, 2), strided(value, 2), strided(key_mask, 1)
+    split_scale = split(scale)
     blocks = cdiv(max(n_q, n_k), RANGE_BLOCK)
 
     def new(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -804,7 +807,7 @@ def _prepare(
         lead,
         n_q,
         n_k,
-        scale,
+        split_scale,
         BLOCK=RANGE_BLOCK,
         enable_fp_fusion=False,
     )
@@ -824,8 +827,8 @@ def _prepare(
         BLOCK=128,
         enable_fp_fusion=False,
     )
-    by_query = _sort(q, None, layout, served, lead, n_q, scale, query_panels, False)
-    by_key = _sort(k, mask, layout, served, lead, n_k, 1.0, key_panels, True)
+    by_query = _sort(q, None, layout, served, lead, n_q, split_scale, query_panels, False)
+    by_key = _sort(k, mask, layout, served, lead, n_k, (1.0, 0.0), key_panels, True)
 
     how = precision(query.device)
     by_token = token_options("moments", query.dtype, dv, NODES, how)
@@ -960,7 +963,7 @@ def transform_forward(
             call.lead,
             axis.n,
             call.dv,
-            scale,
+            axis.scale,
             axis.blocks,
             axis.panels,
             BINS=axis.bins,
