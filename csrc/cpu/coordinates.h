@@ -23,13 +23,14 @@ BOLTZATTN_INLINE Vec<double> log_of(Vec<double> x) {
   return e * kLn2 + (z * 2.0 + z * y * sum);
 }
 
-constexpr int64_t kChunk = 4096;  // tokens that are sorted together
+constexpr int64_t kChunk = 2048;  // tokens that are sorted together, at most
 constexpr int64_t kTile = 48;     // tokens of one panel that are worked on together
 
 // Where the tokens of a chunk fall. Lives in scratch memory: it is too large for a stack.
 struct Coordinates {
   double u[kChunk];      // the token's number on entry, then its warped coordinate
   double place[kChunk];  // in [-1, 1] on its panel
+  double t[kChunk];      // of queries: scale * q
   int32_t panel[kChunk];
   uint8_t skip[kChunk];
   int32_t order[kChunk];

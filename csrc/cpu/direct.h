@@ -178,7 +178,7 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
 
   for (int64_t i = 0; i < rows; ++i) {
     const T normaliser = state[i].normaliser();
-    call.lse[h * call.n_q + first_row + i] = state[i].lse(mask.clamped);
+    lse_of(call, h)[first_row + i] = state[i].lse(mask.clamped);
     for (int64_t p = 0; p < sums.count(); ++p) {
       T* line = total + sums.offset(p) + i * kPanelWidth<T>;
       for (int64_t c = 0; c < kPanelWidth<T>; ++c) line[c] *= normaliser;

@@ -20,6 +20,10 @@ struct Kernels {
   void (*direct_backward)(const AttentionGradient&);
   void (*transform_forward)(const Attention&);
   void (*transform_backward)(const AttentionGradient&);
+  void (*causal_forward)(const Attention&);  // rank 1, by direct and transform
+  bool (*layer_forward)(const Attention&);   // false: not served, results void
+  bool (*layer_backward)(const AttentionGradient&);
+  void (*project)(const Projection&);
   void (*transform_report)(const Attention&, TransformReport*);  // one per head
 };
 

@@ -28,19 +28,13 @@ namespace boltzattn {
 static bool supported() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
-const Kernels kAvx2 = {"avx2",
-                       supported,
-                       avx2::direct_forward_any,
-                       avx2::direct_backward_any,
-                       avx2::transform_forward_any,
-                       avx2::transform_backward_any,
-                       avx2::transform_report_any};
+const Kernels kAvx2 = {"avx2", supported, BOLTZATTN_KERNELS(avx2)};
 }  // namespace boltzattn
 
 #else
 
 namespace boltzattn {
-const Kernels kAvx2 = {"avx2", [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr};
+const Kernels kAvx2 = {"avx2", [] { return false; }};
 }  // namespace boltzattn
 
 #endif

@@ -31,20 +31,13 @@ static bool supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-const Kernels kAvx512 = {"avx512",
-                         supported,
-                         avx512::direct_forward_any,
-                         avx512::direct_backward_any,
-                         avx512::transform_forward_any,
-                         avx512::transform_backward_any,
-                         avx512::transform_report_any};
+const Kernels kAvx512 = {"avx512", supported, BOLTZATTN_KERNELS(avx512)};
 }  // namespace boltzattn
 
 #else
 
 namespace boltzattn {
-const Kernels kAvx512 = {"avx512", [] { return false; }, nullptr, nullptr, nullptr, nullptr,
-                         nullptr};
+const Kernels kAvx512 = {"avx512", [] { return false; }};
 }  // namespace boltzattn
 
 #endif

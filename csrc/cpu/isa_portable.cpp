@@ -18,11 +18,5 @@ namespace boltzattn {
 static bool supported() {
   return true;
 }
-const Kernels kPortable = {"portable",
-                           supported,
-                           portable::direct_forward_any,
-                           portable::direct_backward_any,
-                           portable::transform_forward_any,
-                           portable::transform_backward_any,
-                           portable::transform_report_any};
+const Kernels kPortable = {"portable", supported, BOLTZATTN_KERNELS(portable)};
 }  // namespace boltzattn

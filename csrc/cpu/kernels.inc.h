@@ -13,30 +13,52 @@ namespace BOLTZATTN_ISA {
 #include "cpu/pack.h"
 #include "cpu/dropout.h"
 #include "cpu/direct.h"
+#include "cpu/extent.h"
+#include "cpu/project.h"
 #include "cpu/coordinates.h"
 #include "cpu/rows.h"
+#include "cpu/core.h"
 #include "cpu/transform.h"
+#include "cpu/transform_gradient.h"
+#include "cpu/causal.h"
 
+static bool is_double(const Attention& a) {
+  return a.query.dtype == DType::kFloat64;
+}
 static void direct_forward_any(const Attention& a) {
-  a.query.dtype == DType::kFloat64 ? direct_forward<double>(a, 0, a.heads)
-                                   : direct_forward<float>(a, 0, a.heads);
+  is_double(a) ? direct_forward<double>(a, 0, a.heads) : direct_forward<float>(a, 0, a.heads);
 }
 static void direct_backward_any(const AttentionGradient& g) {
-  g.call.query.dtype == DType::kFloat64 ? direct_backward<double>(g, 0, g.call.heads)
-                                        : direct_backward<float>(g, 0, g.call.heads);
+  is_double(g.call) ? direct_backward<double>(g, 0, g.call.heads)
+                    : direct_backward<float>(g, 0, g.call.heads);
 }
 static void transform_forward_any(const Attention& a) {
-  a.query.dtype == DType::kFloat64 ? transform_forward<double>(a) : transform_forward<float>(a);
+  is_double(a) ? transform_forward<double>(a) : transform_forward<float>(a);
 }
 static void transform_backward_any(const AttentionGradient& g) {
-  g.call.query.dtype == DType::kFloat64 ? transform_backward<double>(g)
-                                        : transform_backward<float>(g);
+  is_double(g.call) ? transform_backward<double>(g) : transform_backward<float>(g);
+}
+static void causal_forward_any(const Attention& a) {
+  is_double(a) ? causal_forward<double>(a) : causal_forward<float>(a);
+}
+static bool layer_forward_any(const Attention& a) {
+  return is_double(a) ? layer_forward<double>(a) : layer_forward<float>(a);
+}
+static bool layer_backward_any(const AttentionGradient& g) {
+  return is_double(g.call) ? layer_backward<double>(g) : layer_backward<float>(g);
+}
+static void project_any(const Projection& p) {
+  p.x.dtype == DType::kFloat64 ? project<double>(p) : project<float>(p);
+}
+static void transform_report_any(const Attention& a, TransformReport* reports) {
+  is_double(a) ? transform_report<double>(a, reports) : transform_report<float>(a, reports);
 }
 
-static void transform_report_any(const Attention& a, TransformReport* reports) {
-  a.query.dtype == DType::kFloat64 ? transform_report<double>(a, reports)
-                                   : transform_report<float>(a, reports);
-}
+// Of the functions above, in the order of `Kernels`.
+#define BOLTZATTN_KERNELS(isa)                                                      \
+  isa::direct_forward_any, isa::direct_backward_any, isa::transform_forward_any,    \
+      isa::transform_backward_any, isa::causal_forward_any, isa::layer_forward_any, \
+      isa::layer_backward_any, isa::project_any, isa::transform_report_any
 
 }  // namespace BOLTZATTN_ISA
 }  // namespace boltzattn

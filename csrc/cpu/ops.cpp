@@ -5,6 +5,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <atomic>
 #include <memory>
 #include <new>
@@ -73,6 +77,24 @@ class Descriptions {
 
   int64_t heads() const { return heads_; }
 
+  // Heads share this tensor, or a row of it: `across` says which leading dimensions it has.
+  Matrix shared(const OptionalTensor& x, std::vector<bool> across, int64_t rows, int64_t columns) {
+    if (!x) return {};
+    const int64_t inner = rows > 0 ? 2 : 1;
+    bool same = x->is_cpu() && x->size(x->dim() - 1) == columns &&
+                (rows == 0 || x->size(x->dim() - 2) == rows);
+    std::vector<int64_t> stride;
+    int64_t d = 0;
+    for (size_t k = 0; k < lead_.size(); ++k) {
+      same = same && (!across[k] || (d < x->dim() - inner && x->size(d) == lead_[k]));
+      stride.push_back(across[k] && same ? x->stride(d++) : 0);
+    }
+    STD_TORCH_CHECK(same && d == x->dim() - inner,
+                    "boltzattn: a tensor has another shape or device");
+    return {x->data_ptr(), dtype_of(*x), offsets(stride), rows > 0 ? x->stride(x->dim() - 2) : 0,
+            x->stride(x->dim() - 1)};
+  }
+
   // `inner` is the number of trailing dimensions that are not leading ones: 2 for a matrix,
   // 1 for a vector along rows or columns, 0 for a scalar per head.
   Matrix matrix(const Tensor& x, int64_t rows, int64_t columns) {
@@ -105,12 +127,17 @@ class Descriptions {
   }
 
   const int64_t* offsets(const Tensor& x) {
+    std::vector<int64_t> stride;
+    for (size_t d = 0; d < lead_.size(); ++d) stride.push_back(x.stride(int64_t(d)));
+    return offsets(stride);
+  }
+  const int64_t* offsets(const std::vector<int64_t>& stride) {
     std::vector<int64_t> offset(1, 0);
     for (size_t d = 0; d < lead_.size(); ++d) {
       std::vector<int64_t> next;
       next.reserve(offset.size() * size_t(lead_[d]));
       for (int64_t base : offset)
-        for (int64_t i = 0; i < lead_[d]; ++i) next.push_back(base + i * x.stride(int64_t(d)));
+        for (int64_t i = 0; i < lead_[d]; ++i) next.push_back(base + i * stride[d]);
       offset.swap(next);
     }
     kept_.push_back(std::make_unique<std::vector<int64_t>>(std::move(offset)));
@@ -144,8 +171,9 @@ Attention describe(Descriptions& d, const Tensor& query, const Tensor& key, cons
   call.out = d.matrix(out, call.n_q, call.dv);
   STD_TORCH_CHECK(lse.is_contiguous() && lse.scalar_type() == ScalarType::Double,
                   "boltzattn: lse must be contiguous float64");
-  d.column_vector(lse, call.n_q);  // checks its shape
-  call.lse = static_cast<double*>(lse.data_ptr());
+  call.lse = d.column_vector(lse, call.n_q);
+  call.value_columns = call.dv;
+  call.summed = 1;
   return call;
 }
 
@@ -165,6 +193,23 @@ std::vector<int64_t> rows_of(const Tensor& x) {
   return shape;
 }
 
+// A new tensor that will be written row by row. A large one is fresh memory, and most of the time
+// of a first write to small pages is the kernel's: huge pages need a five-hundredth of its faults.
+Tensor new_rows(const Tensor& like, std::vector<int64_t> shape,
+                std::optional<ScalarType> dtype = {}) {
+  Tensor x = torch::stable::new_empty(like, std::move(shape), dtype);
+#ifdef __linux__
+  constexpr uintptr_t kHugePage = 2 << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(x.data_ptr());
+  const uintptr_t end = begin + uintptr_t(x.numel()) * x.element_size();
+  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t last = end / kHugePage * kHugePage;
+  if (first + 4 * kHugePage <= last)  // advice only: failure changes nothing
+    (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+  return x;
+}
+
 using Forward = void (*)(const Attention&);
 using Backward = void (*)(const AttentionGradient&);
 
@@ -172,7 +217,7 @@ template <Forward Kernels::* kernel>
 std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask,
                                    OptionalTensor key_mask, OptionalTensor seed, double scale,
                                    double dropout_p, bool is_causal) {
-  Tensor out = torch::stable::new_empty(query, shape_with(query, value.size(value.dim() - 1)));
+  Tensor out = new_rows(query, shape_with(query, value.size(value.dim() - 1)));
   Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
   Descriptions d(query);
   (kernels().*kernel)(describe(d, query, key, value, attn_mask, key_mask, seed, scale, dropout_p,
@@ -188,7 +233,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad
                                             bool is_causal) {
   Tensor grad_query = torch::stable::new_empty(query, shape_of(query));
   Tensor grad_key = torch::stable::new_empty(key, shape_of(key));
-  Tensor grad_value = torch::stable::new_empty(value, shape_of(value));
+  Tensor grad_value = new_rows(value, shape_of(value));
   Descriptions d(query);
   AttentionGradient g{};
   g.call = describe(d, query, key, value, attn_mask, key_mask, seed, scale, dropout_p, is_causal,
@@ -200,6 +245,39 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad
   g.grad_value = d.matrix(grad_value, g.call.n_k, g.call.dv);
   (kernels().*kernel)(g);
   return {grad_query, grad_key, grad_value};
+}
+
+constexpr int64_t kExtentSize = sizeof(Extent) / sizeof(double);
+
+// x: [batch, n, d]; weight: [outputs, d]; bias: [outputs]. Returns [batch, outputs, n] and the
+// extents [batch, outputs, 6].
+std::tuple<Tensor, Tensor> project(Tensor x, Tensor weight, OptionalTensor bias) {
+  STD_TORCH_CHECK(
+      x.dim() == 3 && weight.dim() == 2 && x.size(2) == weight.size(1) && x.is_cpu() &&
+          weight.is_cpu() &&
+          (!bias || (bias->dim() == 1 && bias->is_cpu() && bias->size(0) == weight.size(0))),
+      "boltzattn: a tensor of a projection has another shape or device");
+  Tensor out = torch::stable::new_empty(x, {x.size(0), weight.size(0), x.size(1)});
+  Tensor extents =
+      torch::stable::new_empty(x, {x.size(0), weight.size(0), kExtentSize}, ScalarType::Double);
+  std::vector<int64_t> of_x, of_out;
+  for (int64_t b = 0; b < x.size(0); ++b) {
+    of_x.push_back(b * x.stride(0));
+    of_out.push_back(b * out.stride(0));
+  }
+  const int64_t start = 0;
+  Projection p{};
+  p.batch = x.size(0);
+  p.n = x.size(1);
+  p.columns = x.size(2);
+  p.outputs = weight.size(0);
+  p.x = {x.data_ptr(), dtype_of(x), of_x.data(), x.stride(1), x.stride(2)};
+  p.weight = {weight.data_ptr(), dtype_of(weight), &start, weight.stride(0), weight.stride(1)};
+  if (bias) p.bias = {bias->data_ptr(), dtype_of(*bias), &start, 0, bias->stride(0)};
+  p.out = {out.data_ptr(), dtype_of(out), of_out.data(), out.stride(1), out.stride(2)};
+  p.extents = static_cast<Extent*>(extents.data_ptr());
+  kernels().project(p);
+  return {out, extents};
 }
 
 // [heads, 7] in the order of TransformReport.
@@ -216,11 +294,88 @@ Tensor transform_report(Tensor query, Tensor key, Tensor value, OptionalTensor k
   call.query = d.matrix(query, call.n_q, 1);
   call.key = d.matrix(key, call.n_k, 1);
   call.value = d.matrix(value, call.n_k, call.dv);
+  call.value_columns = call.dv;
+  call.summed = 1;
   call.key_mask = d.row_vector(key_mask, call.n_k);
   Tensor reports = torch::stable::new_empty(
       query, {call.heads, int64_t(sizeof(TransformReport) / sizeof(double))}, ScalarType::Double);
   kernels().transform_report(call, static_cast<TransformReport*>(reports.data_ptr()));
   return reports;
+}
+
+// A layer whose values are projected at the nodes. query, key: [batch, heads, n, 1];
+// value: [batch, n_k, d]; weight: [heads, dv, d]; weight_bias: [heads, dv]; out_bias: [dv];
+// key_mask: [batch, n_k]. The results of the heads add up: out is [batch, n_q, dv].
+Attention describe_layer(Descriptions& d, const Tensor& query, const Tensor& key,
+                         const Tensor& value, const Tensor& weight,
+                         const OptionalTensor& weight_bias, const OptionalTensor& out_bias,
+                         const OptionalTensor& key_mask, const OptionalTensor& extents,
+                         double scale) {
+  STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 3 && weight.dim() == 3,
+                  "boltzattn: a tensor of a layer has another number of dimensions");
+  Attention call{};
+  call.heads = d.heads();
+  call.n_q = query.size(2);
+  call.n_k = key.size(2);
+  call.rank = 1;
+  call.dv = weight.size(1);
+  call.value_columns = weight.size(2);
+  call.summed = query.size(1);
+  call.scale = scale;
+  call.query = d.matrix(query, call.n_q, 1);
+  call.key = d.matrix(key, call.n_k, 1);
+  call.value = d.shared(value, {true, false}, call.n_k, call.value_columns);
+  call.weight = d.shared(weight, {false, true}, call.dv, call.value_columns);
+  call.weight_bias = d.shared(weight_bias, {false, true}, 0, call.dv);
+  call.out_bias = d.shared(out_bias, {false, false}, 0, call.dv);
+  call.key_mask = d.shared(key_mask, {true, false}, 0, call.n_k);
+  if (extents) {
+    STD_TORCH_CHECK(extents->is_contiguous() && extents->scalar_type() == ScalarType::Double &&
+                        extents->numel() == 2 * call.heads * kExtentSize,
+                    "boltzattn: extents must be contiguous float64 [batch, 2 * heads, 6]");
+    call.extents = static_cast<const Extent*>(extents->data_ptr());
+  }
+  return call;
+}
+
+// What is summed over heads is summed in at least fp32.
+ScalarType sum_type(const Tensor& x, const Attention& call) {
+  const bool half = x.scalar_type() != ScalarType::Double;
+  return call.summed > 1 && half ? ScalarType::Float : x.scalar_type();
+}
+
+std::tuple<Tensor, bool> layer_forward(Tensor query, Tensor key, Tensor value, Tensor weight,
+                                       OptionalTensor weight_bias, OptionalTensor out_bias,
+                                       OptionalTensor key_mask, OptionalTensor extents,
+                                       double scale) {
+  Descriptions d(query);
+  Attention call =
+      describe_layer(d, query, key, value, weight, weight_bias, out_bias, key_mask, extents, scale);
+  Tensor out = new_rows(value, {query.size(0), call.n_q, call.dv}, sum_type(value, call));
+  call.out = d.shared(out, {true, false}, call.n_q, call.dv);
+  const bool served = kernels().layer_forward(call);
+  return {out, served};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, bool> layer_backward(
+    Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor weight,
+    OptionalTensor weight_bias, OptionalTensor key_mask, OptionalTensor extents, double scale) {
+  Descriptions d(query);
+  Tensor grad_query = torch::stable::new_empty(query, shape_of(query));
+  Tensor grad_key = torch::stable::new_empty(key, shape_of(key));
+  AttentionGradient g{};
+  g.call = describe_layer(d, query, key, value, weight, weight_bias, {}, key_mask, extents, scale);
+  Tensor grad_value = new_rows(value, shape_of(value), sum_type(value, g.call));
+  Tensor grad_weight =
+      torch::stable::new_zeros(weight, shape_of(weight),
+                               query.size(0) > 1 ? sum_type(weight, g.call) : weight.scalar_type());
+  g.grad_out = d.shared(grad_out, {true, false}, g.call.n_q, g.call.dv);
+  g.grad_query = d.matrix(grad_query, g.call.n_q, 1);
+  g.grad_key = d.matrix(grad_key, g.call.n_k, 1);
+  g.grad_value = d.shared(grad_value, {true, false}, g.call.n_k, g.call.value_columns);
+  g.grad_weight = d.shared(grad_weight, {false, true}, g.call.dv, g.call.value_columns);
+  const bool served = kernels().layer_backward(g);
+  return {grad_query, grad_key, grad_value, grad_weight, served};
 }
 
 }  // namespace
@@ -239,6 +394,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
   m.def("cpu_direct_backward" BOLTZATTN_BACKWARD);
   m.def("cpu_transform_forward" BOLTZATTN_FORWARD);
   m.def("cpu_transform_backward" BOLTZATTN_BACKWARD);
+  m.def("cpu_causal_forward" BOLTZATTN_FORWARD);
+  m.def(
+      "cpu_layer_forward(Tensor query, Tensor key, Tensor value, Tensor weight, "
+      "Tensor? weight_bias, Tensor? out_bias, Tensor? key_mask, Tensor? extents, float scale) "
+      "-> (Tensor, bool)");
+  m.def("cpu_project(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)");
+  m.def(
+      "cpu_layer_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor weight, "
+      "Tensor? weight_bias, Tensor? key_mask, Tensor? extents, float scale) "
+      "-> (Tensor, Tensor, Tensor, Tensor, bool)");
   m.def(
       "cpu_transform_report(Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale) "
       "-> Tensor");
@@ -249,6 +414,10 @@ STABLE_TORCH_LIBRARY_IMPL(boltzattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_direct_forward", TORCH_BOX(&boltzattn::forward<&Kernels::direct_forward>));
   m.impl("cpu_direct_backward", TORCH_BOX(&boltzattn::backward<&Kernels::direct_backward>));
   m.impl("cpu_transform_forward", TORCH_BOX(&boltzattn::forward<&Kernels::transform_forward>));
+  m.impl("cpu_causal_forward", TORCH_BOX(&boltzattn::forward<&Kernels::causal_forward>));
+  m.impl("cpu_layer_forward", TORCH_BOX(&boltzattn::layer_forward));
+  m.impl("cpu_layer_backward", TORCH_BOX(&boltzattn::layer_backward));
+  m.impl("cpu_project", TORCH_BOX(&boltzattn::project));
   m.impl("cpu_transform_report", TORCH_BOX(&boltzattn::transform_report));
   m.impl("cpu_transform_backward", TORCH_BOX(&boltzattn::backward<&Kernels::transform_backward>));
 }

@@ -1,183 +1,154 @@
-// The wide side of the transform: tokens' rows of values, gathered in the order of panels.
+// The wide side of the transform: tokens' rows of values, taken in the order of panels.
 // Included inside an ISA's namespace.
 //
-// A product either sums rows into the nodes of a panel (moments) or spreads a panel's table over
-// rows (evaluate). Rows are addressed by pointers, so tokens are never copied just to be sorted.
+// A tile of rows is gathered into a dense block (converted and measured from a centre on the way),
+// multiplied there, and scattered back; so products see one layout whatever the tensor's.
 
-constexpr int kNodeRows = 4;  // nodes, or tokens, of one register tile
+constexpr int64_t kColumns = 64;  // columns that are worked on together
 
-// acc[kNodeRows][.] += sum over tokens of weight[.][token] (row[token] - centre)
-template <class T, int Vectors, bool Centred>
-BOLTZATTN_INLINE void moments_tile(int tokens, const T* weight, const T* const* rows,
-                                   const T* centre, int64_t offset, T* acc, int64_t width) {
-  constexpr int L = kLanes<T>;
-  Vec<T> sum[kNodeRows][Vectors];
-#pragma GCC unroll 4
-  for (int a = 0; a < kNodeRows; ++a)
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) sum[a][v] = load(acc + a * width + v * L);
-  for (int i = 0; i < tokens; ++i) {
-    const T* row = rows[i] + offset;
-    Vec<T> line[Vectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v)
-      line[v] = Centred ? load(row + v * L) - load(centre + offset + v * L) : load(row + v * L);
-#pragma GCC unroll 4
-    for (int a = 0; a < kNodeRows; ++a) {
-      const Vec<T> x = splat(weight[a * kTile + i]);
-#pragma GCC unroll 4
-      for (int v = 0; v < Vectors; ++v) sum[a][v] += x * line[v];
-    }
-  }
-#pragma GCC unroll 4
-  for (int a = 0; a < kNodeRows; ++a)
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) store(acc + a * width + v * L, sum[a][v]);
-}
+// Tokens first + order[0], first + order[1], ...
+struct Tile {
+  int64_t first;
+  const int32_t* order;
+  int64_t tokens;
+};
 
-// row[token] = sum over nodes of weight[node][token] table[node]
-template <class T, int Vectors>
-BOLTZATTN_INLINE void evaluate_tile(int nodes, const T* weight, const T* table, int64_t width,
-                                    T* const* rows, int64_t offset) {
-  constexpr int L = kLanes<T>;
-  Vec<T> sum[kNodeRows][Vectors] = {};
-  for (int a = 0; a < nodes; ++a) {
-    Vec<T> line[Vectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) line[v] = load(table + a * width + v * L);
-#pragma GCC unroll 4
-    for (int i = 0; i < kNodeRows; ++i) {
-      const Vec<T> x = splat(weight[a * kTile + i]);
-#pragma GCC unroll 4
-      for (int v = 0; v < Vectors; ++v) sum[i][v] += x * line[v];
-    }
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < kNodeRows; ++i)
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) store(rows[i] + offset + v * L, sum[i][v]);
-}
-
-// `width` is a whole number of vectors, `nodes` of kNodeRows.
-template <class T, bool Centred>
-static void add_moments(int nodes, int tokens, const T* weight, const T* const* rows,
-                        const T* centre, T* acc, int64_t width) {
-  constexpr int L = kLanes<T>;
-  for (int a = 0; a < nodes;
-       a += kNodeRows, weight += kNodeRows * kTile, acc += kNodeRows * width) {
-    int64_t c = 0;
-    for (; c + 3 * L <= width; c += 3 * L)
-      moments_tile<T, 3, Centred>(tokens, weight, rows, centre, c, acc + c, width);
-    if (c + 2 * L <= width) {
-      moments_tile<T, 2, Centred>(tokens, weight, rows, centre, c, acc + c, width);
-    } else if (c < width) {
-      moments_tile<T, 1, Centred>(tokens, weight, rows, centre, c, acc + c, width);
-    }
-  }
-}
-
-// Row pointers come in whole groups of kNodeRows; the last may repeat a row nobody reads.
+// to[token][kColumns] = columns begin .. begin + columns of the tile's rows, minus `centre`; what
+// is missing to whole vectors becomes 0.
 template <class T>
-static void evaluate(int nodes, int tokens, const T* weight, const T* table, int64_t width,
-                     T* const* rows) {
-  constexpr int L = kLanes<T>;
-  for (int i = 0; i < tokens; i += kNodeRows, weight += kNodeRows, rows += kNodeRows) {
-    int64_t c = 0;
-    for (; c + 3 * L <= width; c += 3 * L)
-      evaluate_tile<T, 3>(nodes, weight, table + c, width, rows, c);
-    if (c + 2 * L <= width) {
-      evaluate_tile<T, 2>(nodes, weight, table + c, width, rows, c);
-    } else if (c < width) {
-      evaluate_tile<T, 1>(nodes, weight, table + c, width, rows, c);
+static void gather(const Matrix& m, int64_t h, const Tile& tile, int64_t begin, int64_t columns,
+                   const T* centre, T* to) {
+  const int64_t padded = round_up(columns, kLanes<T>);
+  with_type(m, h, tile.first, begin, [&](auto* base) {
+    for (int64_t i = 0; i < tile.tokens; ++i, to += kColumns) {
+      const auto* from = base + tile.order[i] * m.row;
+      if (m.column == 1 && columns == kColumns) {  // a constant number: whole vectors
+        for (int64_t c = 0; c < kColumns; ++c) to[c] = widen<T>(from[c]) - centre[c];
+      } else {
+        for (int64_t c = 0; c < columns; ++c) to[c] = widen<T>(from[c * m.column]) - centre[c];
+        for (int64_t c = columns; c < padded; ++c) to[c] = 0;
+      }
     }
-  }
+  });
 }
 
-// Rows of the arithmetic type, a whole number of vectors wide, can be used where they lie.
+// How a block is written: in place of what was there, past the caches (for outputs too large to
+// stay in them anyway), or blended with it.
+enum class Write { kStore, kStream, kBlend };
+
+// By which factors a tile's old and new rows count where they are blended; 1 and 1 at first.
 template <class T>
-BOLTZATTN_INLINE bool in_place(const Matrix& m, int64_t columns) {
-  const DType wanted = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
-  return m.dtype == wanted && m.column == 1 && columns % kLanes<T> == 0;
-}
+struct Shares {
+  T kept[kTile], added[kTile];
 
-// Fetches rows in the order of memory, long before they are used in the order of panels: random
-// access defeats the hardware's own guesses.
-template <class T, bool Write>
-BOLTZATTN_INLINE void prefetch_rows(const Matrix& m, int64_t h, int64_t columns, int64_t first,
-                                    int64_t rows) {
-  const T* base = static_cast<const T*>(m.data) + m.head[h];
-  for (int64_t i = first; i < first + rows; ++i) {
-    const char* p = reinterpret_cast<const char*>(base + i * m.row);
-    for (int64_t b = 0; b < columns * int64_t(sizeof(T)); b += kCacheLine)
-      __builtin_prefetch(p + b, Write, 2);
+  explicit Shares(int64_t tokens) {
+    for (int64_t i = 0; i < tokens; ++i) kept[i] = added[i] = 1;
   }
-}
-
-// Pointers to the rows of a tile of tokens: into the tensor, or into a copy that is converted and
-// padded with zeros.
-template <class T>
-struct RowReader {
-  const Matrix& m;
-  int64_t h, columns, width;
-  T* copy;  // [kTile][width]
-  bool direct;
-  const T* row[kTile];
-
-  RowReader(const Matrix& matrix, int64_t head, int64_t count, T* space)
-      : m(matrix),
-        h(head),
-        columns(count),
-        width(round_up(count, kLanes<T>)),
-        copy(space),
-        direct(in_place<T>(matrix, count)) {}
-
-  void read(int64_t first, const int32_t* order, int64_t tokens) {
-    if (direct) {
-      const T* base = static_cast<const T*>(m.data) + m.head[h];
-      for (int64_t i = 0; i < tokens; ++i) row[i] = base + (first + order[i]) * m.row;
+  // Attention over more keys: *lse over those so far, `other` over the new ones.
+  void join(int64_t i, double* lse, double other) {
+    if (other == -INFINITY) {
+      added[i] = 0;
       return;
     }
-    for (int64_t i = 0; i < tokens; ++i) {
-      T* to = copy + i * width;
-      for (int64_t c = columns; c < width; ++c) to[c] = 0;
-      read_block(m, h, first + order[i], 0, 1, columns, to, 0, 1);
-      row[i] = to;
-    }
-  }
-  void prefetch(int64_t first, int64_t rows) const {
-    if (direct) prefetch_rows<T, false>(m, h, columns, first, rows);
+    const double top = *lse > other ? *lse : other;
+    const double sum = ::exp(*lse - top) + ::exp(other - top);
+    kept[i] = T(::exp(*lse - top) / sum);
+    added[i] = T(::exp(other - top) / sum);
+    *lse = top + ::log(sum);
   }
 };
 
 template <class T>
-struct RowWriter {
-  const Matrix& m;
-  int64_t h, columns, width;
-  T* copy;  // [kTile][width]; its last row also takes what nobody reads
-  bool direct;
-  T* row[kTile];
+static void scatter(const T* from, const Tile& tile, int64_t begin, int64_t columns,
+                    const Shares<T>& shares, const Matrix& m, int64_t h, Write write) {
+  with_type(m, h, tile.first, begin, [&](auto* base) {
+    // fp64 results exist exactly where the tensors are fp64.
+    if constexpr ((sizeof(*base) == 8) == (sizeof(T) == 8)) {
+      for (int64_t i = 0; i < tile.tokens; ++i, from += kColumns) {
+        auto* to = base + tile.order[i] * m.row;
+        if (write == Write::kBlend) {
+          for (int64_t c = 0; c < columns; ++c)
+            narrow(shares.added[i] * from[c] + shares.kept[i] * widen<T>(to[c * m.column]),
+                   to + c * m.column);
+        } else if (m.column != 1 || columns != kColumns) {
+          for (int64_t c = 0; c < columns; ++c) narrow(from[c], to + c * m.column);
+        } else if (sizeof(*base) == sizeof(T) && write == Write::kStream) {
+          for (int64_t c = 0; c < kColumns; c += kLanes<T>)
+            stream(reinterpret_cast<T*>(to) + c, load(from + c));
+        } else {
+          for (int64_t c = 0; c < kColumns; ++c) narrow(from[c], to + c);
+        }
+      }
+    }
+  });
+}
 
-  RowWriter(const Matrix& matrix, int64_t head, int64_t count, T* space)
-      : m(matrix),
-        h(head),
-        columns(count),
-        width(round_up(count, kLanes<T>)),
-        copy(space),
-        direct(in_place<T>(matrix, count)) {}
+// Streaming needs whole cache lines; it pays for outputs larger than the caches.
+constexpr int64_t kStreamBytes = 1 << 20;
+template <class T>
+static Write choose_write(const Matrix& m, int64_t h, int64_t rows, int64_t columns) {
+  const int64_t row_bytes = columns * int64_t(sizeof(T));
+  const T* base = static_cast<const T*>(m.data) + m.head[h];
+  const bool aligned = reinterpret_cast<uintptr_t>(base) % kCacheLine == 0 &&
+                       m.row * int64_t(sizeof(T)) % kCacheLine == 0;
+  const bool whole = m.dtype == (sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32) &&
+                     m.column == 1 && columns % kColumns == 0;
+  return aligned && whole && rows * row_bytes >= kStreamBytes ? Write::kStream : Write::kStore;
+}
 
-  void point(int64_t first, const int32_t* order, int64_t tokens) {
-    T* base = static_cast<T*>(m.data) + m.head[h];
-    for (int64_t i = 0; i < tokens; ++i)
-      row[i] = direct ? base + (first + order[i]) * m.row : copy + i * width;
-    for (int64_t i = tokens; i < round_up(tokens, kNodeRows); ++i)
-      row[i] = copy + (kTile - 1) * width;
-  }
-  void prefetch(int64_t first, int64_t rows) const {
-    if (direct) prefetch_rows<T, true>(m, h, columns, first, rows);
-  }
-  void write(int64_t first, const int32_t* order, int64_t tokens) {
-    if (direct) return;
-    for (int64_t i = 0; i < tokens; ++i)
-      write_block(copy + i * width, 0, 1, 1, columns, m, h, first + order[i], 0);
+// Asks for part `part` of `parts` of the block that is needed next, long before it is: random
+// access defeats the hardware's own guesses.
+struct Ahead {
+  const char* base = nullptr;  // of row tile.first, at the block's first column
+  const int32_t* order = nullptr;
+  int64_t tokens = 0;
+  int64_t row_bytes = 0, block_bytes = 0;
+
+  template <bool Writing>
+  void fetch(int64_t part, int64_t parts) const {
+    for (int64_t i = tokens * part / parts; i < tokens * (part + 1) / parts; ++i) {
+      const char* row = base + order[i] * row_bytes;
+      for (int64_t b = 0; b < block_bytes; b += kCacheLine)
+        __builtin_prefetch(row + b, Writing, Writing ? 3 : 2);
+    }
   }
 };
+BOLTZATTN_INLINE int64_t element_size(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+static Ahead ahead_of(const Matrix& m, int64_t h, const Tile& tile, int64_t begin,
+                      int64_t columns) {
+  if (m.column != 1) return {};
+  const int64_t size = element_size(m.dtype);
+  const char* base = static_cast<const char*>(m.data);
+  return {base + (m.head[h] + tile.first * m.row + begin) * size, tile.order, tile.tokens,
+          m.row * size, least(columns - begin, kColumns) * size};
+}
+
+// block[nodes][kColumns] = weights times rows; fetches `ahead` meanwhile.
+template <class T>
+static void sum_rows(int nodes, int64_t tokens, int64_t columns, const T* weight, const T* rows,
+                     const Ahead& ahead, T* block) {
+  constexpr int L = kLanes<T>;
+  const int64_t vectors = ceil_div(columns, L);
+  for (int64_t v = 0; v < vectors; v += kPanel) {
+    ahead.fetch<false>(v / kPanel, ceil_div(vectors, kPanel));
+    gemm<T, false>(nodes, least(kPanel, vectors - v), tokens, {weight, kTile, 1}, rows + v * L,
+                   kColumns, block + v * L, kColumns);
+  }
+}
+
+// block[tokens][kColumns] = transposed weights times a panel's table.
+template <class T>
+static void spread_table(int nodes, int64_t tokens, int64_t columns, const T* weight,
+                         const T* table, int64_t table_row, T* block) {
+  gemm<T, false>(tokens, ceil_div(columns, kLanes<T>), nodes, {weight, 1, kTile}, table, table_row,
+                 block, kColumns);
+}
+
+template <class T>
+BOLTZATTN_INLINE T dot(const T* a, const T* b, int64_t columns) {
+  Vec<T> sum{};
+  for (int64_t c = 0; c < columns; c += kLanes<T>) sum += load(a + c) * load(b + c);
+  return reduce_sum<T>(sum);
+}

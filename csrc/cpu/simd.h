@@ -32,6 +32,28 @@ template <class T>
 BOLTZATTN_INLINE void store(T* p, Vec<T> v) {
   __builtin_memcpy(p, &v, sizeof v);
 }
+// A store past the caches, of an aligned vector; `stream_end` before others may read.
+BOLTZATTN_INLINE void stream(float* p, Vec<float> v) {
+#if defined(__clang__)
+  __builtin_nontemporal_store(v, reinterpret_cast<Vec<float>*>(p));
+#elif defined(__x86_64__) && BOLTZATTN_VECTOR_BYTES == 64
+  __builtin_ia32_movntps512(p, v);
+#elif defined(__x86_64__) && BOLTZATTN_VECTOR_BYTES == 32
+  __builtin_ia32_movntps256(p, v);
+#elif defined(__x86_64__)
+  __builtin_ia32_movntps(p, v);
+#else
+  store(p, v);
+#endif
+}
+BOLTZATTN_INLINE void stream(double* p, Vec<double> v) {
+  stream(reinterpret_cast<float*>(p), (Vec<float>)v);
+}
+BOLTZATTN_INLINE void stream_end() {
+#if defined(__x86_64__)
+  __builtin_ia32_sfence();
+#endif
+}
 template <class T>
 BOLTZATTN_INLINE Vec<T> splat(T x) {
   return x - Vec<T>{};

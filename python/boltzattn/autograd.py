@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from boltzattn import plan, reference, reference_transform
+from boltzattn import ops, plan, reference, reference_transform
+from boltzattn.modes import unwatched
 from boltzattn.ops import library, request_of
 
 Options = tuple[float, float, bool, str, str]  # scale, dropout_p, is_causal, method, backend
@@ -42,7 +44,7 @@ class Attention(torch.autograd.Function):
         seed: Tensor | None,
         options: Options,
     ) -> tuple[Tensor, Tensor]:
-        return torch.ops.boltzattn.forward(query, key, value, attn_mask, key_mask, seed, *options)
+        return ops.forward(query, key, value, attn_mask, key_mask, seed, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -57,7 +59,7 @@ class Attention(torch.autograd.Function):
             return (None,) * 7
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        grads = AttentionBackward.apply(
+        tensors = (
             grad_out,
             grad_lse,
             query,
@@ -68,8 +70,11 @@ class Attention(torch.autograd.Function):
             attn_mask,
             key_mask,
             seed,
-            ctx.options,
         )
+        if not torch.is_grad_enabled() and unwatched(grad_out, query, key, value):
+            grads = ops.backward(*tensors, *ctx.options)
+        else:
+            grads = AttentionBackward.apply(*tensors, ctx.options)
         return *grads, None, None, None, None
 
     @staticmethod
@@ -139,6 +144,12 @@ class AttentionBackward(torch.autograd.Function):
         *tensors, options = args
         batched = _batched(info, in_dims[:-1], tuple(tensors))
         return AttentionBackward.apply(*batched, options), (0, 0, 0)
+
+
+# torch binds the arguments of `forward` anew at every call; its signature, found once, saves more
+# time than a small call takes.
+for _function in (Attention, AttentionBackward):
+    _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[attr-defined]
 
 
 def _differentiable(operator: Any, function: type[torch.autograd.Function], tensors: int) -> Any:

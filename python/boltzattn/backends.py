@@ -112,6 +112,7 @@ class Backend:
     largest_rank: int | None = None
     only_by_name: Callable[[], tuple[str, ...]] = tuple  # devices that `auto` does not take it for
     elsewhere: str = ""  # what to do on another device
+    halving: Callable[[], Callable] | None = None  # causal forward of rank 1 in one operator
 
     def why_not(self, request: Request, method: str) -> list[str]:
         """Every reason why this backend cannot serve the request by this method; [] if it can."""
@@ -143,7 +144,15 @@ class Backend:
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("cpu", "C++", ("cpu",), ("direct", "transform"), _extension_missing, _cpu_kernels),
+        Backend(
+            "cpu",
+            "C++",
+            ("cpu",),
+            ("direct", "transform"),
+            _extension_missing,
+            _cpu_kernels,
+            halving=lambda: torch.ops.boltzattn.cpu_causal_forward,
+        ),
         Backend(
             "triton",
             "Triton",

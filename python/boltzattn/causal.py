@@ -88,8 +88,11 @@ def _calls(
         )
 
 
-def kernels(direct: Kernels, transform: Kernels) -> Kernels:
-    """(forward, backward) of causal attention, with the signatures of what they are made of."""
+def kernels(direct: Kernels, transform: Kernels, halving: Callable | None = None) -> Kernels:
+    """(forward, backward) of causal attention, with the signatures of what they are made of.
+
+    `halving` is a backend's own forward for tensors of the accumulating dtype, if it has one.
+    """
 
     def forward(
         query: Tensor,
@@ -104,6 +107,9 @@ def kernels(direct: Kernels, transform: Kernels) -> Kernels:
     ) -> tuple[Tensor, Tensor]:
         work = accumulate_dtype(query.dtype)
         query, key, value, dtype = query.to(work), key.to(work), value.to(work), query.dtype
+        if halving is not None:
+            out, lse = halving(query, key, value, None, key_mask, None, scale, 0.0, True)
+            return out.to(dtype), lse
         out = query.new_zeros(*query.shape[:-1], value.shape[-1])
         lse = query.new_full(query.shape[:-1], -math.inf, dtype=torch.float64)
         for piece, tensors in _calls(query, key, value, key_mask):

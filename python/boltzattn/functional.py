@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boltzattn import backends, ops, plan, reference
+from boltzattn import backends, layer, ops, plan, reference  # noqa: F401
 from boltzattn.autograd import Attention
 
 
@@ -77,13 +77,14 @@ def attention(
     )
     needs_gradient = [x is not None and x.requires_grad for x in tensors[:5]]
     if not torch.is_grad_enabled() or not any(needs_gradient):
-        out, lse = torch.ops.boltzattn.forward(*tensors, *options)
+        out, lse = ops.forward(*tensors, *options)
     elif any(needs_gradient[3:]):
         _check_mask_gradient(options[4])
         out, lse = reference.dense(*tensors, *options[:3])
     else:
         out, lse = Attention.apply(*tensors, options)
-    out = out.reshape(*lead, *out.shape[-2:])
+    if enable_gqa:
+        out = out.reshape(*lead, *out.shape[-2:])
     if not return_lse:
         return out
     return out, lse.reshape(*lead, lse.shape[-1]).to(reference.accumulate_dtype(out.dtype))
@@ -161,11 +162,29 @@ def self_attention(
     Returns:
         `[..., n, d_out]`, or `[..., n, num_heads * dv]` without `w_o`.
 
+    Heads of rank 1 that the transform serves are projected at its nodes where that is cheaper:
+    `w_v` and `w_o` then never meet the n tokens, and the layer costs less than one `nn.Linear`.
+
     Example:
         >>> x, w = torch.randn(2, 100, 16), torch.randn(4, 16)
         >>> boltzattn.self_attention(x, w, w, torch.randn(32, 16), num_heads=4).shape
         torch.Size([2, 100, 32])
     """
+
+    _check_layer(x, w_q, w_k, w_v, w_o, num_heads, b_q, b_k, b_v, b_o)
+    at_nodes = (
+        attn_mask is None
+        and dropout_p == 0.0
+        and not is_causal
+        and (key_padding_mask is None or key_padding_mask.dtype == torch.bool)
+        and plan.projects_at_nodes(
+            x, w_q, w_v, w_o, num_heads, *backends.preferred(method, backend)
+        )
+    )
+    if at_nodes:
+        return _attend_at_nodes(
+            x, w_q, w_k, w_v, w_o, num_heads, b_q, b_k, b_v, b_o, scale, key_padding_mask
+        )
 
     def heads(weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias).unflatten(-1, (num_heads, -1)).transpose(-2, -3)
@@ -184,6 +203,61 @@ def self_attention(
     )
     out = out.transpose(-2, -3).flatten(-2)
     return out if w_o is None else F.linear(out, w_o, b_o)
+
+
+def _attend_at_nodes(
+    x: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    w_o: Tensor | None,
+    num_heads: int,
+    b_q: Tensor | None,
+    b_k: Tensor | None,
+    b_v: Tensor | None,
+    b_o: Tensor | None,
+    scale: float | None,
+    key_padding_mask: Tensor | None,
+) -> Tensor:
+    """`self_attention` of rank 1 by `layer`."""
+    dtype = x.dtype
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
+    x, w_q, w_k, w_v = (t.to(dtype) for t in (x, w_q, w_k, w_v))
+    lead, (n, d) = x.shape[:-2], x.shape[-2:]
+    rows = x.reshape(-1, n, d)
+
+    weight = w_v.unflatten(0, (num_heads, -1))
+    weight_bias = None if b_v is None else b_v.to(dtype).unflatten(0, (num_heads, -1))
+    if w_o is not None:
+        outward = w_o.to(dtype).unflatten(1, (num_heads, -1)).transpose(0, 1)
+        weight = outward @ weight
+        if weight_bias is not None:
+            weight_bias = (outward @ weight_bias[..., None]).squeeze(-1)
+    bias = None
+    if b_q is not None or b_k is not None:
+        parts = [w_q.new_zeros(num_heads) if b is None else b.to(dtype) for b in (b_q, b_k)]
+        bias = torch.cat(parts)
+    numbers, extents = torch.ops.boltzattn.project(rows, torch.cat((w_q, w_k)), bias)
+    query, key = numbers.unsqueeze(-1).split(num_heads, 1)
+    key_mask = None
+    if key_padding_mask is not None:
+        mask = _expand_key_padding_mask(key_padding_mask, x, (*lead, num_heads, n))
+        key_mask = mask[..., 0, :].reshape(-1, n)
+    out_bias = None if b_o is None else b_o.to(dtype)
+    out = torch.ops.boltzattn.layer_forward(
+        query,
+        key,
+        rows,
+        weight,
+        weight_bias,
+        out_bias,
+        key_mask,
+        extents,
+        1.0 if scale is None else float(scale),
+    )
+    return out.reshape(*lead, n, out.shape[-1])
 
 
 def _boltz_parts(a: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -300,8 +374,10 @@ def _canonical(
     n_q, n_k = query.shape[-2], key.shape[-2]
     if enable_gqa:
         query, key, value, groups = _group_heads(query, key, value)
-    lead = _broadcast_lead(query, key, value)
-    query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
+    lead = tuple(query.shape[:-2])
+    if lead != key.shape[:-2] or lead != value.shape[:-2]:
+        lead = _broadcast_lead(query, key, value)
+        query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
     out_lead = (*lead[:-2], lead[-2] * lead[-1]) if enable_gqa else lead
 
     if attn_mask is not None:
@@ -323,6 +399,74 @@ def _canonical(
     method, backend = backends.preferred(method, backend)
     options = (float(scale), float(dropout_p), bool(is_causal), method, backend)
     return (query, key, value, attn_mask, key_mask, seed), options, out_lead
+
+
+def _check_layer(
+    x: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    w_o: Tensor | None,
+    num_heads: int,
+    b_q: Tensor | None,
+    b_k: Tensor | None,
+    b_v: Tensor | None,
+    b_o: Tensor | None,
+) -> None:
+    if not isinstance(num_heads, int) or num_heads < 1:
+        raise ValueError(f"num_heads must be an integer of at least 1, got {num_heads!r}")
+    tensors = {"x": x, "w_q": w_q, "w_k": w_k, "w_v": w_v, "w_o": w_o}
+    tensors |= {"b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o}
+    for name, t in tensors.items():
+        if t is None and name not in ("x", "w_q", "w_k", "w_v"):
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {_kind(t)}")
+        if t.dtype not in backends.DTYPES:
+            raise TypeError(
+                f"{name} must be float64, float32, bfloat16 or float16, got {t.dtype}; "
+                f"convert it with {name}.to(torch.float32)"
+            )
+        if t.device != x.device:
+            raise ValueError(
+                f"{name} must be on the device of x, {x.device}, got {t.device}; "
+                f"move it with {name}.to(x.device)"
+            )
+        if t.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"{name} must have the dtype of x, {x.dtype}, got {t.dtype}; "
+                f"convert it with {name}.to(x.dtype)"
+            )
+    if x.ndim < 2:
+        raise ValueError(f"x must have at least 2 dimensions [..., n, d], got shape {_shape(x)}")
+    d = x.shape[-1]
+    for name, weight in (("w_q", w_q), ("w_k", w_k), ("w_v", w_v)):
+        rows = weight.shape[0] if weight.ndim == 2 else 0
+        if weight.ndim != 2 or weight.shape[1] != d or rows == 0 or rows % num_heads:
+            width = "dv" if name == "w_v" else "rank"
+            raise ValueError(
+                f"{name} must have shape [num_heads * {width}, d] with num_heads = {num_heads} and "
+                f"d = {d} (the last dimension of x), got {_shape(weight)}"
+            )
+    if w_q.shape != w_k.shape:
+        raise ValueError(
+            f"w_k must have the shape of w_q, {_shape(w_q)}, got {_shape(w_k)}: queries and keys "
+            "have the same rank"
+        )
+    if w_o is not None and (w_o.ndim != 2 or w_o.shape[1] != w_v.shape[0]):
+        raise ValueError(
+            f"w_o must have shape [d_out, num_heads * dv] = [d_out, {w_v.shape[0]}], "
+            f"got {_shape(w_o)}"
+        )
+    if b_o is not None and w_o is None:
+        raise ValueError("b_o must be None without w_o: there is no output projection to add it to")
+    pairs = (("q", b_q, w_q), ("k", b_k, w_k), ("v", b_v, w_v), ("o", b_o, w_o))
+    for name, b, weight in pairs:
+        if b is not None and weight is not None and b.shape != weight.shape[:1]:
+            raise ValueError(
+                f"b_{name} must have shape {[weight.shape[0]]}, one number per row of w_{name}, "
+                f"got {_shape(b)}"
+            )
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

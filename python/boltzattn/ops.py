@@ -7,14 +7,15 @@ the sizes turn out to be at run time. Tensors are canonical (see `reference`).
 
 from __future__ import annotations
 
-import contextlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from boltzattn import plan
 from boltzattn.backends import Request
+from boltzattn.modes import exact, unwatched
 
 library = torch.library.Library("boltzattn", "FRAGMENT")
 
@@ -29,13 +30,6 @@ library.define(
     "backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     f"Tensor out, Tensor lse, {_CALL}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
 )
-
-
-def _exact(device: str) -> contextlib.AbstractContextManager:
-    """No autocast inside: the dtypes of the tensors are what the caller has settled on."""
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
 
 
 def request_of(
@@ -78,7 +72,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     request = request_of(query, key, value, attn_mask, key_mask, dropout_p, is_causal)
     forward, _ = plan.choose(request, method, backend).kernels
-    with _exact(request.device):
+    with exact(request.device):
         return forward(query, key, value, attn_mask, key_mask, seed, scale, dropout_p, is_causal)
 
 
@@ -101,7 +95,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     request = request_of(query, key, value, attn_mask, key_mask, dropout_p, is_causal)
     _, backward = plan.choose(request, method, backend).kernels
-    with _exact(request.device):
+    with exact(request.device):
         return backward(
             grad_out,
             grad_lse,
@@ -117,6 +111,20 @@ def _backward(
             dropout_p,
             is_causal,
         )
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """`torch.ops.boltzattn.forward`, not differentiable, on the shortest way."""
+    if unwatched(query, key, value):
+        with torch._C._AutoDispatchBelowAutograd():
+            return _forward(query, key, value, *rest)
+    return torch.ops.boltzattn.forward(query, key, value, *rest)
+
+
+def backward(grad_out: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`torch.ops.boltzattn.backward` on tensors that are unwatched, not differentiable."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward(grad_out, *rest)
 
 
 library.impl("forward", _forward, "CompositeExplicitAutograd")

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from torch import Tensor
+
 from boltzattn import backends, causal
 from boltzattn.backends import Request
+from boltzattn.modes import transformed
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,51 @@ def choose(request: Request, method: str, backend: str) -> Plan:
     served_by = backends.select(request, method, backend)
     kernels = served_by.kernels(method)
     if method == "transform" and request.is_causal:
-        kernels = causal.kernels(served_by.kernels("direct"), kernels)
+        halving = served_by.halving() if served_by.halving else None
+        kernels = causal.kernels(served_by.kernels("direct"), kernels, halving)
     return Plan(method, served_by.name, kernels)
+
+
+# Nanoseconds of one core for a multiply-add of torch's matrix products, and of the core in fp64.
+LINEAR_PRODUCT = 0.031
+CORE_PRODUCT = 0.06
+CORE_NODES = 150  # on the key axis, at ordinary temperatures
+
+
+def projects_at_nodes(
+    x: Tensor,
+    w_q: Tensor,
+    w_v: Tensor,
+    w_o: Tensor | None,
+    num_heads: int,
+    method: str,
+    backend: str,
+) -> bool:
+    """Whether a self-attention layer is cheaper with its projections applied at the nodes."""
+    n, d = x.shape[-2:]
+    dv = w_v.shape[0] // num_heads
+    d_out = dv if w_o is None else w_o.shape[0]
+    sizes = (n, d, dv, d_out)
+    if (
+        w_q.shape[0] != num_heads
+        or (w_o is None and num_heads > 1)  # the heads' outputs do not add up
+        or x.device.type != "cpu"
+        or not all(isinstance(size, int) and size > 0 for size in sizes)  # may be symbolic
+        or 0 in x.shape
+        or transformed()
+    ):
+        return False
+    request = Request("cpu", x.dtype, num_heads * math.prod(x.shape[:-2]), n, n, 1, dv)
+    taken = choose(request, method, backend)
+    if (taken.method, taken.backend) != ("transform", "cpu"):
+        return False
+    weights = num_heads * d * d_out
+    fixed = weights * (CORE_NODES * CORE_PRODUCT + (0 if w_o is None else LINEAR_PRODUCT * dv))
+    fixed += request.heads * TRANSFORM_HEAD_COLUMN * (d_out - dv)
+    at_nodes = TRANSFORM_TOKEN_COLUMN * (d + d_out)
+    first = 2 * TRANSFORM_TOKEN_COLUMN * dv + LINEAR_PRODUCT * dv * d
+    first += 0 if w_o is None else LINEAR_PRODUCT * dv * d_out
+    return fixed + request.heads * n * at_nodes < request.heads * n * first
 
 
 def describe(request: Request, method: str, backend: str) -> str:
