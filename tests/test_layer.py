@@ -1,10 +1,9 @@
 """Self-attention with the projections applied at the nodes, against the layer that projects first."""
 
+import boltzattn
 import errors
 import pytest
 import torch
-
-import boltzattn
 from boltzattn import layer, plan
 
 

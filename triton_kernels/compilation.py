@@ -133,8 +133,9 @@ def resources_of(compiled: CompiledKernel) -> Resources:
         def number(key: str) -> int:
             return int(re.search(rf"\.{key}:\s*(\d+)", text).group(1))
 
-        spilled = number("vgpr_spill_count") + number("sgpr_spill_count")
-        return Resources(number("vgpr_count"), 4 * spilled, shared, warps)
+        # Scalar registers spill into vector registers there, which is not memory.
+        spilled = number("private_segment_fixed_size") + 4 * number("vgpr_spill_count")
+        return Resources(number("vgpr_count"), spilled, shared, warps)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

@@ -154,8 +154,8 @@ class TokenTile(NamedTuple):
 _TOKENS = {
     "moments": TokenTile(16, 4),
     "evaluate": TokenTile(32, 4),
-    "query_gradient": TokenTile(16, 4),
-    "key_gradient": TokenTile(16, 4),
+    "query_gradient": TokenTile(32, 8),
+    "key_gradient": TokenTile(32, 8),
 }
 
 
@@ -183,5 +183,19 @@ def node_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
         "NODES": nodes,
         "num_warps": 4,
         "num_stages": 1,
+        "enable_fp_fusion": False,
+    }
+
+
+def project_options(dtype: torch.dtype, outputs: int, how: str) -> dict[str, Any]:
+    """What the projection has fixed at compile time."""
+    return {
+        "BLOCK": 64,
+        "BLOCK_OUT": min(64, max(LEAST, 1 << (outputs - 1).bit_length())),
+        "BLOCK_K": 32 if dtype == torch.float32 else 64,
+        "DOT": tl.float32 if INTERPRETED else _DOT[dtype],
+        "PRECISION": how,
+        "num_warps": 4,
+        "num_stages": 2,
         "enable_fp_fusion": False,
     }

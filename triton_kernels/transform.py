@@ -510,9 +510,9 @@ def query_gradient_kernel(
                 if grad_lse is not None:
                     if tl.program_id(1) == 0:
                         h = load_number(grad_lse, head, lead, index, inside, 1.0)
-                        weight = weight.to(tl.float64)
-                        to_t += h * (reference + tl.sum(weight * gaps[None, :], 1))
-                        lse_sums += tl.sum(weight * h[:, None], 0)
+                        wide = weight.to(tl.float64)
+                        to_t += h * (reference + tl.sum(wide * gaps[None, :], 1))
+                        lse_sums += tl.sum(wide * h[:, None], 0)
                 tl.store(grad_query + index, (to_t * scale).to(tl.float32), inside)
             slot = head.to(tl.int64) * slots + chunk + panel
             tl.store(parts + slot * NODES * dv + at, sums, valid)
