@@ -154,7 +154,7 @@ class TokenTile(NamedTuple):
 _TOKENS = {
     "moments": TokenTile(16, 4),
     "evaluate": TokenTile(32, 4),
-    "query_gradient": TokenTile(32, 8),
+    "query_gradient": TokenTile(16, 8),
     "key_gradient": TokenTile(32, 8),
 }
 

@@ -242,6 +242,15 @@ def reduce_kernel(
 
 
 @triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """The fp64 product of two matrices; AMD's matrix units take none from Triton."""
+    if PRECISION == "ieee":
+        return tl.sum(a[:, :, None] * b[None, :, :], 1)
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
 def core_kernel(
     value,
     layout,
@@ -260,6 +269,7 @@ def core_kernel(
     key_panels,
     BLOCK_DV: tl.constexpr,
     NODES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """F and log Z (and their slopes) at the nodes of a query panel."""
     head, panel = tl.program_id(0) // query_panels, tl.program_id(0) % query_panels
@@ -293,11 +303,13 @@ def core_kernel(
             total = tl.load(totals + slot + nodes)
             shift = own.to(tl.float64) - centre.to(tl.float64)
             z = tl.sum(kernel * total[None, :], 1)
-            n_sum += tl.dot(kernel, m) + z[:, None] * shift[None, :]
+            n_sum += product(kernel, m, PRECISION) + z[:, None] * shift[None, :]
             z_sum += z
             if node_slopes is not None:
                 z = tl.sum(kernel * (gap * total)[None, :], 1)
-                n_slope += tl.dot(kernel * gap[None, :], m) + z[:, None] * shift[None, :]
+                n_slope += (
+                    product(kernel * gap[None, :], m, PRECISION) + z[:, None] * shift[None, :]
+                )
                 z_slope += z
 
     f = n_sum / z_sum[:, None]
@@ -538,6 +550,7 @@ def adjoint_kernel(
     key_panels,
     BLOCK_DV: tl.constexpr,
     NODES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """The core read backwards, at the nodes of a key panel:
 
@@ -575,8 +588,8 @@ def adjoint_kernel(
             pull = tl.sum(g * (shift[None, :] - f), 1)
             if tl.program_id(1) == 0:
                 pull += tl.load(lse_sums + slot + nodes)
-            to_value += tl.dot(kernel, g)
-            to_slope += tl.dot(kernel * t[None, :], g)
+            to_value += product(kernel, g, PRECISION)
+            to_slope += product(kernel * t[None, :], g, PRECISION)
             rest += tl.sum(kernel * (t * pull)[None, :], 1)
     slot = tl.program_id(0).to(tl.int64) * NODES
     tl.store(value_table + slot * dv + at, to_value.to(tl.float32), inside)
@@ -890,6 +903,7 @@ def _prepare(
         dv,
         query_panels,
         key_panels,
+        PRECISION=how,
         **by_node,
     )
     floor = key_side_error(n_k, aims) + aims.rounding
@@ -1073,6 +1087,7 @@ def _gradients(call: _Call, grad_out: tuple, grad_lse: tuple | None, grads: tupl
         dv,
         axis.panels,
         panels,
+        PRECISION=call.how,
         **call.nodes,
     )
     axis, fixed = call.key, call.tokens("key_gradient")
