@@ -30,11 +30,16 @@ $(VENV)/.peers: bench/requirements.txt $(VENV)/.requirements
 	-$(BIN)/pip install --quiet -r bench/requirements.txt -c requirements.txt
 	@touch $@
 
+# Triton's interpreter is chosen for a whole process, hence the second run.
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
+
 test: venv
 	$(PYTEST) -m "not full"
+	$(INTERPRETED) -m "not full"
 
 test-full: venv
 	$(PYTEST)
+	$(INTERPRETED)
 
 # A program without torch or Python. -O1 keeps the compiler's time at 20 s a file and the stack traces
 # readable; without an optimiser the run would take minutes.

@@ -1,7 +1,12 @@
-"""`python -m boltzattn.info`: what is installed, what is usable, and why not the rest."""
+"""`python -m boltzattn.info`: what is installed, what is usable, and why not the rest.
+
+With `--kernels` also what the Triton kernels take of each GPU architecture; that compiles them all
+and needs no GPU.
+"""
 
 from __future__ import annotations
 
+import argparse
 import platform
 
 import torch
@@ -37,5 +42,17 @@ def report() -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m boltzattn.info")
+    parser.add_argument("--kernels", action="store_true", help="compile and describe GPU kernels")
+    asked = parser.parse_args()
     print(report())
+    if asked.kernels:
+        from boltzattn.triton_kernels import report as kernels
+
+        for line in kernels.lines():
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

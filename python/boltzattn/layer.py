@@ -135,6 +135,10 @@ def _backward_first(
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    if x.is_cuda:
+        from boltzattn.triton_kernels.project import project
+
+        return project(x, weight, bias)
     return torch.ops.boltzattn.cpu_project(x, weight, bias)
 
 
