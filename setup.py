@@ -201,11 +201,12 @@ def extensions_and_commands() -> tuple[list[Extension], dict]:
     return extensions, {"build_ext": BuildOrShout}
 
 
-extensions, commands = extensions_and_commands()
-setup(
-    packages=[*find_packages("python"), "boltzattn.triton_kernels"],
-    package_dir={"": "python", "boltzattn.triton_kernels": "triton_kernels"},
-    package_data={"boltzattn": ["py.typed"]},
-    ext_modules=extensions,
-    cmdclass=commands,
-)
+if __name__ == "__main__":  # tests import this file for its knowledge of compilers
+    extensions, commands = extensions_and_commands()
+    setup(
+        packages=[*find_packages("python"), "boltzattn.triton_kernels"],
+        package_dir={"": "python", "boltzattn.triton_kernels": "triton_kernels"},
+        package_data={"boltzattn": ["py.typed"]},
+        ext_modules=extensions,
+        cmdclass=commands,
+    )
