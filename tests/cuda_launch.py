@@ -20,7 +20,8 @@ import torch
 from cuda_compile import CSRC, ROOT, compile_cuda, toolkit
 from torch import Tensor
 
-SOURCES = ("direct",)
+SOURCES = ("direct", "transform")
+MOST_PIECES = 64
 MOST_LEAD = 8
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 OPAQUE = 4  # bool, and the int64 of seeds
@@ -230,10 +231,23 @@ def forward(method: str, machine: Machine, *arguments: Any) -> tuple[Tensor, Ten
     lse = query.new_full(query.shape[:-1], torch.nan, dtype=torch.float64)
     call = make_call(machine, *arguments, out, lse)
     with machine.running() as library:
-        call.totals = machine.workspace(library.call_totals_bytes(ctypes.byref(call), 0))
-        error = getattr(library, f"run_{method}_forward")(ctypes.byref(call))
+        if method == "direct":
+            call.totals = machine.workspace(library.call_totals_bytes(ctypes.byref(call), 0))
+            error = library.run_direct_forward(ctypes.byref(call))
+        else:
+            pieces = transform_pieces(machine, library, call, False)
+            error = library.run_transform_forward(ctypes.byref(call), pieces)
     assert error == 0
     return out, lse
+
+
+def transform_pieces(machine: Machine, library: ctypes.CDLL, call: Call, backward: bool) -> Any:
+    """The transform's workspace, every piece a tensor of its own: its bounds are checked."""
+    sizes = (c_int64 * MOST_PIECES)()
+    count = library.call_transform_pieces(ctypes.byref(call), int(backward), sizes)
+    pieces = (c_void_p * MOST_PIECES)(*map(machine.workspace, sizes[:count]))
+    machine.report = machine.tensors[pieces[0]].view(torch.float64).view(-1, 7)
+    return pieces
 
 
 def backward(method: str, machine: Machine, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,9 +260,13 @@ def backward(method: str, machine: Machine, *arguments: Any) -> tuple[Tensor, Te
     g.grad_lse = column_vector(machine, grad_lse)
     g.grad_query, g.grad_key, g.grad_value = (describe(machine, x, 2) for x in grads)
     with machine.running() as library:
-        call = ctypes.byref(g.call)
-        g.call.totals = machine.workspace(library.call_totals_bytes(call, 1))
-        g.row_norms = machine.workspace(library.call_row_norms_bytes(call))
-        error = getattr(library, f"run_{method}_backward")(ctypes.byref(g))
+        if method == "direct":
+            call = ctypes.byref(g.call)
+            g.call.totals = machine.workspace(library.call_totals_bytes(call, 1))
+            g.row_norms = machine.workspace(library.call_row_norms_bytes(call))
+            error = library.run_direct_backward(ctypes.byref(g))
+        else:
+            pieces = transform_pieces(machine, library, g.call, True)
+            error = library.run_transform_backward(ctypes.byref(g), pieces)
     assert error == 0
     return tuple(grads)

@@ -1,5 +1,5 @@
 // Launchers of the direct method.
-#include "cuda/direct.cuh"
+#include "cuda/dispatch.cuh"
 #include "cuda/launch.h"
 
 namespace boltzattn {
@@ -8,32 +8,6 @@ namespace {
 
 int64_t arithmetic_bytes(const Call& call) {
   return call.query.dtype == DType::kFloat64 ? 8 : 4;
-}
-
-// Work on a kernel for every storage type: body(S{}).
-template <class Body>
-cudaError_t with_dtype(DType dtype, Body body) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return body(double{});
-    case DType::kFloat32:
-      return body(float{});
-    case DType::kBFloat16:
-      return body(__nv_bfloat16{});
-    case DType::kFloat16:
-      return body(__half{});
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
-
-template <class Argument>
-cudaError_t launch(void (*kernel)(Argument), int64_t blocks, const Argument& argument,
-                   cudaStream_t stream) {
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  kernel<<<dim3(unsigned(blocks)), kThreads, 0, stream>>>(argument);
-  return cudaGetLastError();
 }
 
 template <class S>

@@ -16,5 +16,13 @@ int64_t row_norms_bytes(const Call& call);
 cudaError_t direct_forward(const Call& call, cudaStream_t stream);
 cudaError_t direct_backward(const Gradient& g, cudaStream_t stream);
 
+// The transform's workspace comes in pieces, whose sizes follow from those of the call. The first
+// is a result, the report [heads, 7] of fp64: whether the head was served by the transform or fell
+// to `direct`, its certificate, B, and panels and nodes of queries and keys.
+constexpr int kMostPieces = 64;
+int transform_pieces(const Call& call, bool backward, int64_t* bytes);  // returns their number
+cudaError_t transform_forward(const Call& call, void* const* pieces, cudaStream_t stream);
+cudaError_t transform_backward(const Gradient& g, void* const* pieces, cudaStream_t stream);
+
 }  // namespace cuda
 }  // namespace boltzattn

@@ -81,12 +81,25 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void*
 cudaError_t cudaGetLastError() {
   return cudaSuccess;
 }
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  __builtin_memset(to, value, bytes);
+  return cudaSuccess;
+}
 
 int run_direct_forward(const boltzattn::cuda::Call* call) {
   return boltzattn::cuda::direct_forward(*call, nullptr);
 }
 int run_direct_backward(const boltzattn::cuda::Gradient* g) {
   return boltzattn::cuda::direct_backward(*g, nullptr);
+}
+int run_transform_forward(const boltzattn::cuda::Call* call, void* const* pieces) {
+  return boltzattn::cuda::transform_forward(*call, pieces, nullptr);
+}
+int run_transform_backward(const boltzattn::cuda::Gradient* g, void* const* pieces) {
+  return boltzattn::cuda::transform_backward(*g, pieces, nullptr);
+}
+int call_transform_pieces(const boltzattn::cuda::Call* call, int backward, int64_t* bytes) {
+  return boltzattn::cuda::transform_pieces(*call, backward, bytes);
 }
 int64_t call_totals_bytes(const boltzattn::cuda::Call* call, int backward) {
   return boltzattn::cuda::totals_bytes(*call, backward);
