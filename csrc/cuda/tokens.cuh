@@ -90,6 +90,7 @@ __device__ __forceinline__ void sum_rows(const Segment<Arithmetic<S>>& segment, 
 #pragma unroll
   for (int c = 0; c < N; ++c) middle[c] = centre && at + c < columns ? T(centre[at + c]) : T(0);
   const WarpTokens<T> mine(count);
+#pragma unroll 1
   for (int start = mine.first; start < mine.end; start += kFlush) {
     T part[Lanes::kNodesEach][N] = {};  // fp64 needs no such step
     const int stop = mine.end < start + kFlush ? mine.end : start + kFlush;

@@ -299,16 +299,29 @@ __device__ __forceinline__ void weigh(const Work& work, const Side& side, const 
       continue;
     }
     const double x = side.place[cut.first + i];
-    double left[P], product = 1, sum = 0;
-#pragma unroll
+    double product = 1, sum = 0;
+    // The products from the left wait in registers, or in the table itself where it is fp64.
+    double waiting[sizeof(T) == 4 ? P : 1];
+#pragma unroll (sizeof(T) == 4 ? P : 2)
     for (int a = 0; a < P; ++a) {
-      left[a] = product * factor[a];
+      const double left = product * factor[a];
+      if constexpr (sizeof(T) == 4) {
+        waiting[a] = left;
+      } else {
+        segment.weight[a][i] = left;
+      }
       product *= x - node[a];
     }
     product = 1;
-#pragma unroll
+#pragma unroll (sizeof(T) == 4 ? P : 2)
     for (int a = P - 1; a >= 0; --a) {
-      const double weight = left[a] * product;
+      double left;
+      if constexpr (sizeof(T) == 4) {
+        left = waiting[a];
+      } else {
+        left = segment.weight[a][i];
+      }
+      const double weight = left * product;
       segment.weight[a][i] = T(weight);
       sum += weight * column[a];
       product *= x - node[a];
@@ -326,6 +339,7 @@ __device__ __forceinline__ void sum_column(const Segment<T>& segment, int count,
   constexpr int P = kNodes<T>, kParts = kThreads / P, kShare = kSegment<T> / kParts;
   const int a = threadIdx.x % P, part = threadIdx.x / P;
   double sum = 0;
+#pragma unroll 4
   for (int i = part * kShare; i < part * kShare + kShare && i < count; ++i)
     sum += double(segment.weight[a][i]) * number(i);
   space[threadIdx.x] = sum;
