@@ -230,6 +230,53 @@ void run_direct_backward(Gradient& g, const Tensor& like, cudaStream_t stream) {
   check(direct_backward(g, stream));
 }
 
+// One allocation for the transform's workspace, cut into its pieces; the first is the report.
+class TransformWorkspace {
+ public:
+  TransformWorkspace(const Call& call, bool backward, const Tensor& like) {
+    int64_t bytes[kMostPieces], total = 0;
+    const int count = transform_pieces(call, backward, bytes);
+    const auto padded = [](int64_t size) { return (size + 255) / 256 * 256; };
+    for (int k = 0; k < count; ++k) total += padded(bytes[k]);
+    memory_ = workspace(like, total);
+    char* at = static_cast<char*>(memory_->data_ptr());
+    for (int k = 0; k < count; at += padded(bytes[k]), ++k) pieces_[k] = at;
+  }
+  void* const* pieces() const { return pieces_; }
+
+ private:
+  OptionalTensor memory_;
+  void* pieces_[kMostPieces];
+};
+
+void run_transform_forward(Call& call, const Tensor& like, cudaStream_t stream) {
+  const TransformWorkspace space(call, false, like);
+  check(transform_forward(call, space.pieces(), stream));
+}
+
+void run_transform_backward(Gradient& g, const Tensor& like, cudaStream_t stream) {
+  const TransformWorkspace space(g.call, true, like);
+  check(transform_backward(g, space.pieces(), stream));
+}
+
+// [heads, 7] in the order of TransformReport in cpu/isa.h; a device tensor, nobody waits for it.
+Tensor transform_report(Tensor query, Tensor key, Tensor value, OptionalTensor key_mask,
+                        double scale) {
+  const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
+  const cudaStream_t stream = current_stream(query.get_device_index());
+  Tensor out = torch::stable::new_empty(query, shape_with(query, value.size(value.dim() - 1)));
+  Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
+  const Description d(query);
+  const Call call =
+      describe(d, query, key, value, std::nullopt, key_mask, std::nullopt, scale, 0, false, out, lse);
+  const TransformWorkspace space(call, false, query);
+  check(transform_forward(call, space.pieces(), stream));
+  Tensor report = torch::stable::new_empty(query, {call.heads, 7}, ScalarType::Double);
+  check(cudaMemcpyAsync(report.data_ptr(), space.pieces()[0], size_t(call.heads) * 7 * 8,
+                        cudaMemcpyDeviceToDevice, stream));
+  return report;
+}
+
 }  // namespace
 }  // namespace cuda
 }  // namespace boltzattn
@@ -245,10 +292,18 @@ void run_direct_backward(Gradient& g, const Tensor& like, cudaStream_t stream) {
 STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
   m.def("cuda_direct_forward" BOLTZATTN_FORWARD);
   m.def("cuda_direct_backward" BOLTZATTN_BACKWARD);
+  m.def("cuda_transform_forward" BOLTZATTN_FORWARD);
+  m.def("cuda_transform_backward" BOLTZATTN_BACKWARD);
+  m.def(
+      "cuda_transform_report(Tensor query, Tensor key, Tensor value, Tensor? key_mask, "
+      "float scale) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(boltzattn, CUDA, m) {
   using namespace boltzattn::cuda;
   m.impl("cuda_direct_forward", TORCH_BOX(&forward<&run_direct_forward>));
   m.impl("cuda_direct_backward", TORCH_BOX(&backward<&run_direct_backward>));
+  m.impl("cuda_transform_forward", TORCH_BOX(&forward<&run_transform_forward>));
+  m.impl("cuda_transform_backward", TORCH_BOX(&backward<&run_transform_backward>));
+  m.impl("cuda_transform_report", TORCH_BOX(&transform_report));
 }
