@@ -24,6 +24,7 @@ from setuptools import Extension, find_packages, setup
 ROOT = Path(__file__).parent
 STABLE_ABI = "0x020a000000000000"  # torch 2.10: the oldest release the extension loads under
 ARCHITECTURES = "8.0 8.6 8.9 9.0 10.0 12.0+PTX"
+TOOLKITS = ("/usr/local/cuda", "/opt/cuda")  # where they are, unless CUDA_HOME or PATH says so
 GIGABYTES_PER_NVCC = 2
 
 
@@ -45,7 +46,7 @@ def cuda_toolkit() -> tuple[Path | None, str]:
     candidates = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     if nvcc := shutil.which("nvcc"):
         candidates.append(Path(nvcc).resolve().parent.parent)
-    candidates += [Path("/usr/local/cuda"), Path("/opt/cuda")]
+    candidates += map(Path, TOOLKITS)
     for home in candidates:
         if (home / "bin/nvcc").exists() and (home / "include/cuda_runtime.h").exists():
             return home, ""

@@ -41,9 +41,18 @@ def toolkit() -> Path | None:
     return build.cuda_toolkit()[0]
 
 
-def _hash(*parts: str) -> str:
+def _includes(path: Path, seen: set[Path]) -> set[Path]:
+    """The file and all of ours that it includes."""
+    if path not in seen:
+        seen.add(path)
+        for name in re.findall(r'#include "(.+)"', path.read_text()):
+            _includes(CSRC / name, seen)
+    return seen
+
+
+def _hash(source: Path, *parts: str) -> str:
     digest = hashlib.sha256()
-    for path in sorted([*CSRC.glob("*.h"), *CSRC.glob("cuda/*"), CSRC / "cpu/problem.h"]):
+    for path in sorted(_includes(source, set())):
         digest.update(path.read_bytes())
     for part in parts:
         digest.update(part.encode())
@@ -60,7 +69,8 @@ def compile_cuda(name: str, arch: str = "8.0", *flags: str) -> Compiled:
         *flags,
     ]
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout
-    folder = ROOT / "build" / "cuda-test" / f"{name}-{arch}-{_hash(version, *command)}"
+    source = CSRC / f"cuda/{name}.cu"
+    folder = ROOT / "build/cuda-test" / f"{name}-{arch}-{_hash(source, version, *command)}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers share the folder
@@ -70,7 +80,7 @@ def compile_cuda(name: str, arch: str = "8.0", *flags: str) -> Compiled:
             run = subprocess.run(
                 [
                     *command,
-                    *("--keep", "--keep-dir", str(folder), "-c", str(CSRC / f"cuda/{name}.cu")),
+                    *("--keep", "--keep-dir", str(folder), "-c", str(source)),
                     *("-o", str(folder / f"{name}.o")),
                 ],
                 capture_output=True,

@@ -20,7 +20,7 @@ import torch
 from cuda_compile import CSRC, ROOT, compile_cuda, toolkit
 from torch import Tensor
 
-SOURCES = ("direct", "transform")
+SOURCES = ("direct", "transform", "project")
 MOST_PIECES = 64
 MOST_LEAD = 8
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -67,6 +67,14 @@ class Gradient(ctypes.Structure):
     )
 
 
+class Projected(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "n", "columns", "outputs", "chunks")),
+        *((name, Strided) for name in ("x", "weight", "bias")),
+        *((name, c_void_p) for name in ("out", "parts", "extents")),
+    )
+
+
 @functools.cache
 def modules() -> dict[str, ptxrun.Kernel]:
     """Every kernel of csrc/cuda for sm_80, by its mangled name."""
@@ -94,6 +102,7 @@ def launchers() -> ctypes.CDLL:
     temporary.replace(library)
     loaded = ctypes.CDLL(str(library))
     loaded.call_totals_bytes.restype = c_int64
+    loaded.call_project_chunks.restype = c_int64
     loaded.call_row_norms_bytes.restype = c_int64
     return loaded
 
@@ -270,3 +279,24 @@ def backward(method: str, machine: Machine, *arguments: Any) -> tuple[Tensor, Te
             error = library.run_transform_backward(ctypes.byref(g), pieces)
     assert error == 0
     return tuple(grads)
+
+
+def project(
+    machine: Machine, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, extents) for the arguments of `boltzattn::cuda_project`, on CPU tensors."""
+    p = Projected()
+    p.batch, p.n, p.columns = x.shape
+    p.outputs = weight.shape[0]
+    out = x.new_full((p.batch, p.outputs, p.n), torch.nan)
+    extents = x.new_full((p.batch, p.outputs, 6), torch.nan, dtype=torch.float64)
+    p.x, p.weight = describe(machine, x, 2), describe(machine, weight, 2)
+    p.x.lead[0] = x.stride(0)
+    p.bias = row_vector(machine, bias)
+    p.out, p.extents = machine.hold(out), machine.hold(extents)
+    with machine.running() as library:
+        p.chunks = library.call_project_chunks(c_int64(p.n))
+        p.parts = machine.workspace(p.batch * p.chunks * p.outputs * 48)
+        error = library.run_project(ctypes.byref(p))
+    assert error == 0
+    return out, extents

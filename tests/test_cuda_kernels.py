@@ -13,7 +13,7 @@ import pytest
 import torch
 from boltzattn.reference import dropout_keep
 from covering import pairwise
-from cuda_launch import Machine, backward, forward
+from cuda_launch import Machine, backward, forward, project
 from errors import assert_accurate
 from oracle import eagers, magnitudes, oracle
 from torch import Tensor
@@ -217,3 +217,39 @@ def test_bytes_of_the_token_passes() -> None:
     least = n * (4 + 4 + 4 * dv + 4 * dv + 8)
     print(f"{moved / least:.2f} of the minimum")
     assert moved <= 1.5 * least
+
+
+PROJECT = pairwise(
+    {
+        "dtype": DTYPES,
+        "sizes": ((2, 70), (1, 1), (1, 129)),
+        "columns": (64, 5, 300),
+        "outputs": (2, 9, 1),
+        "strides": ("dense", "gaps"),
+        "bias": (True, False),
+    }
+)
+
+
+@pytest.mark.parametrize("case", few_and_rest(PROJECT, 3))
+def test_project(case: dict[str, Any]) -> None:
+    (batch, n), columns, outputs, dtype = (
+        case[name] for name in ("sizes", "columns", "outputs", "dtype")
+    )
+    x = strided(torch.randn(batch, n, columns).to(dtype), case["strides"])
+    weight = strided(torch.randn(outputs, columns).to(dtype), case["strides"])
+    bias = torch.randn(outputs).to(dtype) if case["bias"] else None
+    out, extents = project(Machine(), x, weight, bias)
+    wide = (x.double(), weight.double(), None if bias is None else bias.double())
+    truth = torch.nn.functional.linear(*wide).transpose(1, 2)
+    eager = torch.nn.functional.linear(x, weight, bias).transpose(1, 2)
+    # Sums round in proportion to the sum of their terms' magnitudes.
+    size = torch.nn.functional.linear(*(None if y is None else y.abs() for y in wide)).max().item()
+    assert_accurate({"out": out}, {"out": truth}, [{"out": eager}], magnitudes={"out": size})
+    low, high = out.double().min(-1), out.double().max(-1)
+    assert torch.equal(extents[..., 0], low.values)
+    assert torch.equal(extents[..., 1], high.values)
+    for at, values in ((extents[..., 2], low.values), (extents[..., 3], high.values)):
+        assert torch.equal(out.double().gather(-1, at.long()[..., None])[..., 0], values)
+    assert (extents[..., 4] == n).all()
+    assert (extents[..., 5] == 1).all()

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/problem.h"
+#include "cuda/project.h"
 
 namespace boltzattn {
 namespace cuda {
@@ -23,6 +24,9 @@ constexpr int kMostPieces = 64;
 int transform_pieces(const Call& call, bool backward, int64_t* bytes);  // returns their number
 cudaError_t transform_forward(const Call& call, void* const* pieces, cudaStream_t stream);
 cudaError_t transform_backward(const Gradient& g, void* const* pieces, cudaStream_t stream);
+
+int64_t project_chunks(int64_t n);
+cudaError_t project_forward(const Projected& p, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace boltzattn

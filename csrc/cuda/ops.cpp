@@ -277,6 +277,35 @@ Tensor transform_report(Tensor query, Tensor key, Tensor value, OptionalTensor k
   return report;
 }
 
+// (numbers [batch, outputs, n], extents [batch, outputs, 6]) as of cpu_project.
+std::tuple<Tensor, Tensor> project(Tensor x, Tensor weight, OptionalTensor bias) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  STD_TORCH_CHECK(x.dim() == 3 && weight.dim() == 2, "boltzattn: x must be 3-d, weight 2-d");
+  Projected p{};
+  p.batch = x.size(0);
+  p.n = x.size(1);
+  p.columns = x.size(2);
+  p.outputs = weight.size(0);
+  p.chunks = project_chunks(p.n);
+  Tensor out = torch::stable::new_empty(x, {p.batch, p.outputs, p.n});
+  Tensor extents = torch::stable::new_empty(
+      x, {p.batch, p.outputs, int64_t(sizeof(Extent) / sizeof(double))}, ScalarType::Double);
+  const Tensor parts =
+      workspace(x, p.batch * p.chunks * p.outputs * int64_t(sizeof(Extent)));
+  p.x = Description(x).matrix(x, p.n, p.columns);
+  p.x.lead[0] = x.stride(0);  // also where there is one batch
+  p.weight = Description(weight).matrix(weight, p.outputs, p.columns);
+  if (bias) p.bias = Description(weight).row_vector(bias, p.outputs);
+  STD_TORCH_CHECK(p.weight.dtype == p.x.dtype && (!bias || p.bias.dtype == p.x.dtype) &&
+                      weight.get_device_index() == x.get_device_index(),
+                  "boltzattn: x, weight and bias must have one dtype and one device");
+  p.out = out.data_ptr();
+  p.parts = static_cast<Extent*>(parts.data_ptr());
+  p.extents = static_cast<Extent*>(extents.data_ptr());
+  check(project_forward(p, current_stream(x.get_device_index())));
+  return {out, extents};
+}
+
 }  // namespace
 }  // namespace cuda
 }  // namespace boltzattn
@@ -297,6 +326,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
   m.def(
       "cuda_transform_report(Tensor query, Tensor key, Tensor value, Tensor? key_mask, "
       "float scale) -> Tensor");
+  m.def("cuda_project(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(boltzattn, CUDA, m) {
@@ -306,4 +336,5 @@ STABLE_TORCH_LIBRARY_IMPL(boltzattn, CUDA, m) {
   m.impl("cuda_transform_forward", TORCH_BOX(&forward<&run_transform_forward>));
   m.impl("cuda_transform_backward", TORCH_BOX(&backward<&run_transform_backward>));
   m.impl("cuda_transform_report", TORCH_BOX(&transform_report));
+  m.impl("cuda_project", TORCH_BOX(&project));
 }

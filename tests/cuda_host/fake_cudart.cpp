@@ -101,6 +101,12 @@ int run_transform_backward(const boltzattn::cuda::Gradient* g, void* const* piec
 int call_transform_pieces(const boltzattn::cuda::Call* call, int backward, int64_t* bytes) {
   return boltzattn::cuda::transform_pieces(*call, backward, bytes);
 }
+int run_project(const boltzattn::cuda::Projected* p) {
+  return boltzattn::cuda::project_forward(*p, nullptr);
+}
+int64_t call_project_chunks(int64_t n) {
+  return boltzattn::cuda::project_chunks(n);
+}
 int64_t call_totals_bytes(const boltzattn::cuda::Call* call, int backward) {
   return boltzattn::cuda::totals_bytes(*call, backward);
 }
