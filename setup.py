@@ -43,7 +43,9 @@ def cuda_toolkit() -> tuple[Path | None, str]:
         raise SystemExit(f"BOLTZATTN_CUDA must be 0, 1 or unset, got {wanted!r}")
     if wanted == "0":
         return None, "BOLTZATTN_CUDA=0"
-    candidates = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    candidates = [
+        Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ
+    ]
     if nvcc := shutil.which("nvcc"):
         candidates.append(Path(nvcc).resolve().parent.parent)
     candidates += map(Path, TOOLKITS)
@@ -141,9 +143,13 @@ def extensions_and_commands() -> tuple[list[Extension], dict]:
                 super().build_extension(ext)
             except Exception as error:
                 if os.environ.get("BOLTZATTN_CUDA") == "1":
-                    raise SystemExit(f"BOLTZATTN_CUDA=1, but the CUDA build failed: {error}") from error
+                    raise SystemExit(
+                        f"BOLTZATTN_CUDA=1, but the CUDA build failed: {error}"
+                    ) from error
                 self.extensions = [kept for kept in self.extensions if kept is not ext]
-                shout(f"the CUDA extension FAILED TO BUILD ({error}); the CPU kernels are installed")
+                shout(
+                    f"the CUDA extension FAILED TO BUILD ({error}); the CPU kernels are installed"
+                )
 
         def copy_extensions_to_source(self) -> None:
             if self.extensions:
@@ -188,7 +194,10 @@ def extensions_and_commands() -> tuple[list[Extension], dict]:
     cuda_headers = sources("csrc/*.h", "csrc/cpu/problem.h", "csrc/cuda/*.h", "csrc/cuda/*.cuh")
     # The runtime is linked in, so the library loads, and says what is wrong, without a driver.
     toolkit_libraries = [folder for folder in ("lib64", "lib") if (toolkit / folder).exists()]
-    common["library_dirs"] = [*common["library_dirs"], *(str(toolkit / x) for x in toolkit_libraries)]
+    common["library_dirs"] = [
+        *common["library_dirs"],
+        *(str(toolkit / x) for x in toolkit_libraries),
+    ]
     extensions.append(
         Extension(
             "boltzattn._C_cuda",

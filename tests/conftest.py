@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
-import setup
 import torch
+
+import setup
 
 _NO_NVCC = pytest.StashKey[str]()
 
@@ -16,8 +17,6 @@ hypothesis.settings.register_profile(
     "boltzattn", derandomize=True, deadline=None, database=None, print_blob=True
 )
 hypothesis.settings.load_profile("boltzattn")
-
-
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

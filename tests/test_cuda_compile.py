@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import setup
 from cuda_compile import ROOT, compile_cuda
 from cuda_launch import SOURCES
+
+import setup
 
 LARGEST_STATIC_SHARED = 48 * 1024
 
@@ -128,6 +129,14 @@ def test_what_the_libraries_need(name: str) -> None:
         assert "libcudart" not in needed
         assert "libtorch_cuda" not in needed
         assert "libtorch_python" not in needed
-        symbols = [line.split()[-1] for line in _dynamic(library, "--dyn-syms").splitlines() if " UND " in line]
+        symbols = [
+            line.split()[-1]
+            for line in _dynamic(library, "--dyn-syms").splitlines()
+            if " UND " in line
+        ]
         # Mangled names of torch's or c10's C++ functions would tie the library to one release.
-        assert not [x for x in symbols if x.startswith(("_ZN2at", "_ZN3c10", "_ZN5torch", "_ZNK2at", "_ZNK3c10"))]
+        assert not [
+            x
+            for x in symbols
+            if x.startswith(("_ZN2at", "_ZN3c10", "_ZN5torch", "_ZNK2at", "_ZNK3c10"))
+        ]

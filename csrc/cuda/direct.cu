@@ -53,8 +53,8 @@ cudaError_t direct_backward(const Gradient& g, cudaStream_t stream) {
     if (error != cudaSuccess) return error;
     error = value_gradient<S>(g, stream);
     if (error != cudaSuccess) return error;
-    error = launch(direct_logit_gradient<S, false>, entries * ceil_div(call.n_q, kOwners), g,
-                   stream);
+    error =
+        launch(direct_logit_gradient<S, false>, entries * ceil_div(call.n_q, kOwners), g, stream);
     if (error != cudaSuccess) return error;
     return launch(direct_logit_gradient<S, true>, entries * ceil_div(call.n_k, kOwners), g, stream);
   });

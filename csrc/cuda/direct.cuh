@@ -21,8 +21,12 @@ constexpr int kNarrow = 16;                      // the same where there are few
 template <class T>
 constexpr int kVector = 16 / int(sizeof(T));  // numbers in 16 bytes
 
-__host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-__device__ __forceinline__ int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+__host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+__device__ __forceinline__ int64_t least(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
 
 // Which weights survive dropout: the same bits as cpu/dropout.h and reference.dropout_keep.
 __device__ __forceinline__ uint32_t mix32(uint32_t x) {
@@ -62,7 +66,8 @@ struct Masks {
     if (call.key_mask.data) key_offset = head_offset(call, call.key_mask, h);
   }
 
-  // The lowest finite number stays finite: a row full of it is not a row that may attend to nothing.
+  // The lowest finite number stays finite: a row full of it is not a row that may attend to
+  // nothing.
   __device__ __forceinline__ T scaled(double number) {
     const T x = T(number), bias = x * T(kLog2e);
     if (bias != T(-INFINITY) || x == T(-INFINITY)) return bias;
@@ -71,7 +76,8 @@ struct Masks {
   }
 
   // Whether queries i .. i + rows and keys j .. j + keys exist and see each other unmasked.
-  __device__ __forceinline__ bool all_plain(int64_t i, int64_t rows, int64_t j, int64_t keys) const {
+  __device__ __forceinline__ bool all_plain(int64_t i, int64_t rows, int64_t j,
+                                            int64_t keys) const {
     return !call.key_mask.data && !call.attn_mask.data && i + rows <= call.n_q &&
            j + keys <= call.n_k && !(call.is_causal && j + keys - 1 > i);
   }
@@ -479,8 +485,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
   }
 
-  if (call.n_q - start > kSpan)
-    sums.take_totals(totals, ones, keys_here, at.column, call.dv);
+  if (call.n_q - start > kSpan) sums.take_totals(totals, ones, keys_here, at.column, call.dv);
   S* grad_value = head_of<S>(call, g.grad_value, at.head) + at.first * g.grad_value.row;
   sums.write(grad_value, g.grad_value, keys_here, at.column, call.dv);
 }

@@ -21,10 +21,18 @@ struct ArithmeticOf<double> {
 template <class S>
 using Arithmetic = typename ArithmeticOf<S>::type;
 
-__device__ __forceinline__ double widen(double x) { return x; }
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ double widen(double x) {
+  return x;
+}
+__device__ __forceinline__ float widen(float x) {
+  return x;
+}
+__device__ __forceinline__ float widen(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+__device__ __forceinline__ float widen(__half x) {
+  return __half2float(x);
+}
 
 template <class S>
 __device__ __forceinline__ S narrow(Arithmetic<S> x) {
@@ -74,7 +82,8 @@ __device__ __forceinline__ double number_at(const Strided& m, int64_t offset) {
   }
 }
 
-// to[0 .. N) = columns first .. first + N of a row, zero past `columns`. N fills whole 16 bytes of S.
+// to[0 .. N) = columns first .. first + N of a row, zero past `columns`. N fills whole 16 bytes of
+// S.
 template <class S, int N>
 __device__ __forceinline__ void read_columns(const S* row, const Strided& m, int64_t first,
                                              int64_t columns, Arithmetic<S>* to) {

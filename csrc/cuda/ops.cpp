@@ -54,8 +54,8 @@ cudaStream_t current_stream(int32_t device) {
 }
 
 void check(cudaError_t error) {
-  STD_TORCH_CHECK(error == cudaSuccess, "boltzattn: CUDA kernel not launched: ",
-                  cudaGetErrorString(error));
+  STD_TORCH_CHECK(error == cudaSuccess,
+                  "boltzattn: CUDA kernel not launched: ", cudaGetErrorString(error));
 }
 
 std::vector<int64_t> shape_of(const Tensor& x) {
@@ -93,8 +93,8 @@ class Description {
     }
   }
   Strided matrix(const Tensor& x, int64_t rows, int64_t columns) const {
-    Strided m = strided(x, {rows, columns}, x.dim() > 1 ? x.stride(x.dim() - 2) : 0,
-                        x.stride(x.dim() - 1));
+    Strided m =
+        strided(x, {rows, columns}, x.dim() > 1 ? x.stride(x.dim() - 2) : 0, x.stride(x.dim() - 1));
     m.whole_vectors = whole_vectors(x, m, columns);
     return m;
   }
@@ -267,8 +267,8 @@ Tensor transform_report(Tensor query, Tensor key, Tensor value, OptionalTensor k
   Tensor out = torch::stable::new_empty(query, shape_with(query, value.size(value.dim() - 1)));
   Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
   const Description d(query);
-  const Call call =
-      describe(d, query, key, value, std::nullopt, key_mask, std::nullopt, scale, 0, false, out, lse);
+  const Call call = describe(d, query, key, value, std::nullopt, key_mask, std::nullopt, scale, 0,
+                             false, out, lse);
   const TransformWorkspace space(call, false, query);
   check(transform_forward(call, space.pieces(), stream));
   Tensor report = torch::stable::new_empty(query, {call.heads, 7}, ScalarType::Double);
@@ -290,8 +290,7 @@ std::tuple<Tensor, Tensor> project(Tensor x, Tensor weight, OptionalTensor bias)
   Tensor out = torch::stable::new_empty(x, {p.batch, p.outputs, p.n});
   Tensor extents = torch::stable::new_empty(
       x, {p.batch, p.outputs, int64_t(sizeof(Extent) / sizeof(double))}, ScalarType::Double);
-  const Tensor parts =
-      workspace(x, p.batch * p.chunks * p.outputs * int64_t(sizeof(Extent)));
+  const Tensor parts = workspace(x, p.batch * p.chunks * p.outputs * int64_t(sizeof(Extent)));
   p.x = Description(x).matrix(x, p.n, p.columns);
   p.x.lead[0] = x.stride(0);  // also where there is one batch
   p.weight = Description(weight).matrix(weight, p.outputs, p.columns);

@@ -76,9 +76,9 @@ __global__ void __launch_bounds__(kThreads) project(const __grid_constant__ Proj
     for (int e = threadIdx.x; e < kProjectOutputs * kProjectTokens; e += kThreads) {
       const int o = e / kProjectTokens, i = e % kProjectTokens;
       if (output + o >= p.outputs || i >= tokens) continue;
-      const T bias =
-          p.bias.data ? widen(static_cast<const S*>(p.bias.data)[(output + o) * p.bias.column])
-                      : T(0);
+      const T bias = p.bias.data
+                         ? widen(static_cast<const S*>(p.bias.data)[(output + o) * p.bias.column])
+                         : T(0);
       const S rounded = narrow<S>(result[o][i] + bias);
       out[(output + o) * p.n + first + i] = rounded;
       result[o][i] = widen(rounded);

@@ -94,7 +94,7 @@ __device__ __forceinline__ void sum_rows(const Segment<Arithmetic<S>>& segment, 
   for (int start = mine.first; start < mine.end; start += kFlush) {
     T part[Lanes::kNodesEach][N] = {};  // fp64 needs no such step
     const int stop = mine.end < start + kFlush ? mine.end : start + kFlush;
-#pragma unroll (sizeof(T) == 4 ? 2 : 1)
+#pragma unroll(sizeof(T) == 4 ? 2 : 1)
     for (int i = start; i < stop; ++i) {
       T x[N];
       read_columns<S, N>(head + segment.token[i] * m.row, m, at, columns, x);
@@ -166,8 +166,7 @@ __device__ __forceinline__ void load_table(const T* from, int64_t column, int64_
                                            T (*to)[TokenLanes<T>::kColumns]) {
   constexpr int N = TokenLanes<T>::kColumns;
   for (int e = threadIdx.x; e < kNodes<T> * N; e += kThreads)
-    to[e / N][e % N] =
-        column + e % N < columns ? from[e / N * columns + column + e % N] : T(0);
+    to[e / N][e % N] = column + e % N < columns ? from[e / N * columns + column + e % N] : T(0);
 }
 
 }  // namespace cuda

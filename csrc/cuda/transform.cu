@@ -143,8 +143,7 @@ void build(Sequence& sequence) {
   sequence.join(1);
   sequence.run(transform_core<T, Slopes>,
                heads * work.side[0].panels * ceil_div(work.g.call.dv, CoreLanes<T>::kColumns));
-  sequence.run(transform_key_error,
-               ceil_div(heads * work.side[0].panels * work.nodes, kThreads));
+  sequence.run(transform_key_error, ceil_div(heads * work.side[0].panels * work.nodes, kThreads));
   sequence.run(transform_certify, heads);
 }
 
@@ -192,8 +191,7 @@ cudaError_t transform_backward(const Gradient& g, void* const* pieces, cudaStrea
     build<S, true>(sequence);
     sequence.run(transform_query_gradient<S>, call.heads * work.side[0].segments);
     sequence.join(0);
-    sequence.run(transform_pull,
-                 ceil_div(call.heads * work.side[0].panels * work.nodes, kWarps));
+    sequence.run(transform_pull, ceil_div(call.heads * work.side[0].panels * work.nodes, kWarps));
     sequence.run(transform_key_tables<T>,
                  call.heads * work.side[1].panels * ceil_div(call.dv, CoreLanes<T>::kColumns));
     sequence.run(transform_key_gradient<S>, call.heads * work.side[1].segments);

@@ -24,7 +24,9 @@ __device__ __forceinline__ int end_of_query_panel(const Layout& layout, int pane
 __device__ __forceinline__ int end_of_key_panel(const Layout& layout, int panel) {
   return layout.key.origin + layout.key.half * (2 * panel + 1) >= 0 ? 0 : 1;
 }
-__device__ __forceinline__ double larger_of(double a, double b) { return a > b ? a : b; }
+__device__ __forceinline__ double larger_of(double a, double b) {
+  return a > b ? a : b;
+}
 // A NaN on either side stays.
 __device__ __forceinline__ double largest_or_nan(double a, double b) {
   return a != a || a > b ? a : b;
@@ -135,7 +137,8 @@ __global__ void __launch_bounds__(kThreads) transform_layout(const __grid_consta
   const Layout& layout = head.layout;
   const int nodes = int(work.nodes);
   for (int a = threadIdx.x; a < layout.query.panels * nodes; a += kThreads)
-    work.side[0].node[h * work.side[0].panels * nodes + a] = query_node(layout, a / nodes, a % nodes);
+    work.side[0].node[h * work.side[0].panels * nodes + a] =
+        query_node(layout, a / nodes, a % nodes);
   for (int b = threadIdx.x; b < layout.key.panels * nodes; b += kThreads)
     work.side[1].node[h * work.side[1].panels * nodes + b] = key_node(layout, b / nodes, b % nodes);
   if (int(threadIdx.x) < nodes) {
@@ -169,8 +172,8 @@ struct Spot {
 };
 __device__ __forceinline__ Spot locate(const Layout& layout, bool keys, double number) {
   const Axis& axis = keys ? layout.key : layout.query;
-  const double u = keys ? ::atanh((number - layout.middle) / layout.radius)
-                        : ::asinh(number / layout.tau);
+  const double u =
+      keys ? ::atanh((number - layout.middle) / layout.radius) : ::asinh(number / layout.tau);
   const double f = (u - axis.origin) * (0.5 / axis.half);
   int panel = int(f);
   panel = panel < 0 ? 0 : panel >= axis.panels ? axis.panels - 1 : panel;
@@ -276,9 +279,9 @@ struct Cut {
   }
 };
 
-// Weights of the Lagrange basis: prod_{b != a} (x - x_b) / (x_a - x_b). Products from both ends keep
-// every factor and need no division. In fp64: the nodes rounded to fp32 would be other nodes than
-// those the tables were made for. each(i, token, sum_a weight[a] last[a]) sees every token.
+// Weights of the Lagrange basis: prod_{b != a} (x - x_b) / (x_a - x_b). Products from both ends
+// keep every factor and need no division. In fp64: the nodes rounded to fp32 would be other nodes
+// than those the tables were made for. each(i, token, sum_a weight[a] last[a]) sees every token.
 template <class T, class Each>
 __device__ __forceinline__ void weigh(const Work& work, const Side& side, const Cut<T>& cut,
                                       const double* last, Segment<T>& segment, Each each) {
@@ -287,8 +290,7 @@ __device__ __forceinline__ void weigh(const Work& work, const Side& side, const 
   if (threadIdx.x < P) {
     node[threadIdx.x] = work.basis[2 * cut.head * P + threadIdx.x];
     factor[threadIdx.x] = work.basis[(2 * cut.head + 1) * P + threadIdx.x];
-    column[threadIdx.x] =
-        last ? last[(cut.head * side.panels + cut.panel) * P + threadIdx.x] : 0;
+    column[threadIdx.x] = last ? last[(cut.head * side.panels + cut.panel) * P + threadIdx.x] : 0;
   }
   __syncthreads();
   for (int i = threadIdx.x; i < kSegment<T>; i += kThreads) {
@@ -302,7 +304,7 @@ __device__ __forceinline__ void weigh(const Work& work, const Side& side, const 
     double product = 1, sum = 0;
     // The products from the left wait in registers, or in the table itself where it is fp64.
     double waiting[sizeof(T) == 4 ? P : 1];
-#pragma unroll (sizeof(T) == 4 ? P : 2)
+#pragma unroll(sizeof(T) == 4 ? P : 2)
     for (int a = 0; a < P; ++a) {
       const double left = product * factor[a];
       if constexpr (sizeof(T) == 4) {
@@ -313,7 +315,7 @@ __device__ __forceinline__ void weigh(const Work& work, const Side& side, const 
       product *= x - node[a];
     }
     product = 1;
-#pragma unroll (sizeof(T) == 4 ? P : 2)
+#pragma unroll(sizeof(T) == 4 ? P : 2)
     for (int a = P - 1; a >= 0; --a) {
       double left;
       if constexpr (sizeof(T) == 4) {
@@ -378,8 +380,7 @@ __global__ void __launch_bounds__(kThreads) transform_moments(const __grid_const
   const double* centre =
       work.centre + (2 * cut.head + end_of_key_panel(layout, cut.panel)) * call.dv;
   const S* value = head_of<const S>(call, call.value, cut.head);
-  double* to =
-      side.partial + (cut.head * side.segments + cut.index) * kNodes<T> * (call.dv + 1);
+  double* to = side.partial + (cut.head * side.segments + cut.index) * kNodes<T> * (call.dv + 1);
   for (int64_t column = 0; column < call.dv; column += N) {
     NodeSums<T> sums;
     sums.clear();
@@ -598,8 +599,7 @@ __global__ void __launch_bounds__(kThreads) transform_key_error(const __grid_con
         work.extremes + ((h * side.panels + k) * 2 + (t >= 0 ? 0 : 1)) * kEllipses;
     double least_log = INFINITY;
     for (int r = 0; r < kEllipses; ++r) {
-      const double bound =
-          work.log_factor[h * kEllipses + r] + t * (extreme[r] - reference);
+      const double bound = work.log_factor[h * kEllipses + r] + t * (extreme[r] - reference);
       least_log = bound < least_log ? bound : least_log;
     }
     sum += keys * ::exp(least_log);
@@ -645,7 +645,8 @@ __global__ void __launch_bounds__(kThreads) transform_certify(const __grid_const
   const double relative = worst[1] == 0 ? 0 : 2 * worst[1] / worst[0];
   const double key = 2 * worst[2] / (1 - (worst[2] < 0.5 ? worst[2] : 0.5));
   const double certificate = relative + key + rounding_of(call.query.dtype, product);
-  const bool served = head.usable && worst[0] <= 1e300 && certificate <= tolerance_of(call.query.dtype);
+  const bool served =
+      head.usable && worst[0] <= 1e300 && certificate <= tolerance_of(call.query.dtype);
   work.served[h] = served;
   double* report = work.report + 7 * h;
   report[0] = served;
@@ -687,8 +688,7 @@ __global__ void __launch_bounds__(kThreads)
   const S* grad_out = head_of<const S>(call, g.grad_out, cut.head);
   const T* slopes = static_cast<const T*>(work.table) +
                     (cut.head * side.panels + cut.panel) * kNodes<T> * call.dv;
-  double* to =
-      side.partial + (cut.head * side.segments + cut.index) * kNodes<T> * (call.dv + 1);
+  double* to = side.partial + (cut.head * side.segments + cut.index) * kNodes<T> * (call.dv + 1);
   for (int64_t column = 0; column < call.dv; column += N) {
     T slope[Lanes::kNodesEach][Lanes::kColumnsEach];
 #pragma unroll
@@ -755,7 +755,8 @@ __global__ void __launch_bounds__(kThreads) transform_pull(const __grid_constant
 // v - centre; `slope_last` is added):
 // ds_j = sum_a t_a E_aj / Z_a (dF_a . (v_j - F_a) + dlse_a).
 template <class T>
-__global__ void __launch_bounds__(kThreads) transform_key_tables(const __grid_constant__ Work work) {
+__global__ void __launch_bounds__(kThreads)
+    transform_key_tables(const __grid_constant__ Work work) {
   using Lanes = CoreLanes<T>;
   constexpr int P = Lanes::P, N = Lanes::kColumns;
   __shared__ double e[P][P + 1];
@@ -776,8 +777,7 @@ __global__ void __launch_bounds__(kThreads) transform_key_tables(const __grid_co
     const int64_t a0 = (h * work.side[0].panels + k) * P;
     const double* t = work.side[0].node + a0;
     const double* from = work.side[0].sums + a0 * (call.dv + 1);
-    const double* pull =
-        work.pull + (2 * h + own) * work.side[0].panels * P + int64_t(k) * P;
+    const double* pull = work.pull + (2 * h + own) * work.side[0].panels * P + int64_t(k) * P;
     kernel_tile<P>(t, s, reference_key(layout, k) - layout.middle, e);
     for (int at = threadIdx.x; at < P * N; at += kThreads)
       gradient[at / N][at % N] =

@@ -42,25 +42,25 @@ struct Work {
   double precision;
   int64_t keys;  // the side a kernel is to work on: 0 queries, 1 keys
   Side side[2];
-  RangePart* parts;       // [range_chunks]
-  HeadLayout* heads;      // [1]
-  double* basis;          // [2][nodes]: Chebyshev nodes and factors of the Lagrange basis
-  double* centre;         // [2][dv]: values of the end keys
-  double* extremes;       // [key panels][2][kEllipses]
-  double* log_factor;     // [kEllipses]
-  double* decay;          // [kLastCoefficients][nodes]
-  void* table;            // [query nodes][dv] in T: F, or F' for backward
-  double* last;           // [query nodes]: log Z, or the mean key from the reference for backward
-  double* inverse_z;      // [query nodes]
-  double* key_error;      // [query nodes]
-  double* node_out;       // backward: [query nodes][dv], F - centre
-  double* pull;           // backward: [2][query nodes]
-  void* value_table;      // backward: [key nodes][dv] in T
-  void* slope_table;      // backward: [key nodes][dv] in T
-  double* slope_last;     // backward: [key nodes]
-  double* bounds;         // [query panels][column tiles][2]: largest |F|, query-side error
-  double* report;         // [7]: as TransformReport of cpu/isa.h
-  int32_t* served;        // [1]
+  RangePart* parts;    // [range_chunks]
+  HeadLayout* heads;   // [1]
+  double* basis;       // [2][nodes]: Chebyshev nodes and factors of the Lagrange basis
+  double* centre;      // [2][dv]: values of the end keys
+  double* extremes;    // [key panels][2][kEllipses]
+  double* log_factor;  // [kEllipses]
+  double* decay;       // [kLastCoefficients][nodes]
+  void* table;         // [query nodes][dv] in T: F, or F' for backward
+  double* last;        // [query nodes]: log Z, or the mean key from the reference for backward
+  double* inverse_z;   // [query nodes]
+  double* key_error;   // [query nodes]
+  double* node_out;    // backward: [query nodes][dv], F - centre
+  double* pull;        // backward: [2][query nodes]
+  void* value_table;   // backward: [key nodes][dv] in T
+  void* slope_table;   // backward: [key nodes][dv] in T
+  double* slope_last;  // backward: [key nodes]
+  double* bounds;      // [query panels][column tiles][2]: largest |F|, query-side error
+  double* report;      // [7]: as TransformReport of cpu/isa.h
+  int32_t* served;     // [1]
 };
 
 }  // namespace cuda

@@ -1,7 +1,7 @@
 """`python -m boltzattn.selftest`: every backend and method on this machine's devices, against fp64.
 
-Prints one table to paste into an issue: what ran, how far it was from dense softmax in fp64, and how
-long it took; what cannot run, and why. The exit status is 1 if anything was wrong.
+Prints one table to paste into an issue: what ran, how far it was from dense softmax in fp64, and
+how long it took; before that what cannot run, and why. The exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _case_rows(device: str, dtype: torch.dtype, case: Case, length: int) -> Iter
     request = ops.request_of(
         query, key, value, None, padding if case.padded else None, 0.0, case.is_causal
     )
-    kind = f"{device:<5} {str(dtype).removeprefix('torch.'):<9} {str(case):<15}"
+    kind = f"{device:<5} {str(dtype).removeprefix('torch.'):<9} {case!s:<15}"
     for method in boltzattn.METHODS:
         if backends.method_why_not(request, method):
             continue
@@ -117,7 +117,15 @@ def _case_rows(device: str, dtype: torch.dtype, case: Case, length: int) -> Iter
                 continue
             name = f"{method:<10} {backend.name:<10}"
             try:
-                yield _measure(kind + name, (query, key, value, grad), truths, case, padding, method, backend.name)
+                yield _measure(
+                    kind + name,
+                    (query, key, value, grad),
+                    truths,
+                    case,
+                    padding,
+                    method,
+                    backend.name,
+                )
             except Exception as error:  # a report must come to its end
                 yield f"ERROR {kind}{name} {type(error).__name__}: {str(error).splitlines()[0]}"
 
@@ -149,9 +157,7 @@ def _measure(
     forward = _milliseconds(lambda: boltzattn.attention(*inputs, **call), device)
     total = _milliseconds(both, device)
     verdict = "ok   " if max(errors) <= TOLERANCE[inputs[0].dtype] else "FAIL "
-    return (
-        f"{verdict} {label} {errors[0]:8.1e} {max(errors[1:]):8.1e} {forward:9.3f} {total:9.3f}"
-    )
+    return f"{verdict} {label} {errors[0]:8.1e} {max(errors[1:]):8.1e} {forward:9.3f} {total:9.3f}"
 
 
 def main(arguments: list[str] | None = None) -> int:
