@@ -26,6 +26,7 @@ STABLE_ABI = "0x020a000000000000"  # torch 2.10: the oldest release the extensio
 ARCHITECTURES = "8.0 8.6 8.9 9.0 10.0 12.0+PTX"
 TOOLKITS = ("/usr/local/cuda", "/opt/cuda")  # where they are, unless CUDA_HOME or PATH says so
 GIGABYTES_PER_NVCC = 2
+KERNEL_RECORD = "_C_cuda.kernels"  # beside the library: what each kernel takes of a GPU
 
 
 def shout(message: str) -> None:
@@ -81,10 +82,24 @@ def parallel_compilers() -> int:
     return max(1, min(os.cpu_count() or 1, int(memory / GIGABYTES_PER_NVCC)))
 
 
+def kernel_resources(log: str) -> str:
+    """What ptxas says of every kernel: "name architecture registers shared stack" a line."""
+    pattern = (
+        r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes stack frame.*?"
+        r"Used (\d+) registers([^\n]*)"
+    )
+    lines = []
+    for name, arch, stack, registers, rest in re.findall(pattern, log, re.DOTALL):
+        shared = re.search(r"(\d+) bytes smem", rest)
+        lines.append(f"{name} {arch} {registers} {shared[1] if shared else 0} {stack}\n")
+    return "".join(lines)
+
+
 def compile_cuda(toolkit: Path, sources: list[str], depends: list[str], folder: Path) -> list[str]:
     """Object files of the .cu files. They know nothing of torch: nvcc alone compiles them."""
     flags = [
         *("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-I", str(ROOT / "csrc")),
+        *("-Xptxas", "-v"),
         *gencode_flags(os.environ.get("TORCH_CUDA_ARCH_LIST") or ARCHITECTURES),
     ]
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +113,11 @@ def compile_cuda(toolkit: Path, sources: list[str], depends: list[str], folder: 
         if not (fresh and record.exists() and record.read_text() == stamp):
             command = [str(toolkit / "bin/nvcc"), *flags, "-c", str(ROOT / source), "-o"]
             print(" ".join([*command, str(target)]), flush=True)
-            subprocess.run([*command, str(target)], check=True)
+            done = subprocess.run([*command, str(target)], stderr=subprocess.PIPE, text=True)
+            if done.returncode:
+                print(done.stderr, file=sys.stderr, flush=True)
+                done.check_returncode()
+            target.with_suffix(".kernels").write_text(kernel_resources(done.stderr))
             record.write_text(stamp)
         return str(target)
 
@@ -141,6 +160,9 @@ def extensions_and_commands() -> tuple[list[Extension], dict]:
                 folder = Path(self.build_temp).resolve() / "cuda"
                 ext.extra_objects = compile_cuda(toolkit, cuda_sources, cuda_headers, folder)
                 super().build_extension(ext)
+                found = [Path(name).with_suffix(".kernels") for name in ext.extra_objects]
+                record = Path(self.get_ext_fullpath(ext.name)).with_name(KERNEL_RECORD)
+                record.write_text("".join(path.read_text() for path in found))
             except Exception as error:
                 if os.environ.get("BOLTZATTN_CUDA") == "1":
                     raise SystemExit(
@@ -154,6 +176,9 @@ def extensions_and_commands() -> tuple[list[Extension], dict]:
         def copy_extensions_to_source(self) -> None:
             if self.extensions:
                 super().copy_extensions_to_source()
+            record = Path(self.build_lib) / "boltzattn" / KERNEL_RECORD
+            if record.exists():
+                shutil.copy(record, ROOT / "python/boltzattn")
 
     try:
         import pybind11
@@ -216,7 +241,7 @@ if __name__ == "__main__":  # tests import this file for its knowledge of compil
     setup(
         packages=[*find_packages("python"), "boltzattn.triton_kernels"],
         package_dir={"": "python", "boltzattn.triton_kernels": "triton_kernels"},
-        package_data={"boltzattn": ["py.typed"]},
+        package_data={"boltzattn": ["py.typed", "*.kernels"]},
         ext_modules=extensions,
         cmdclass=commands,
     )

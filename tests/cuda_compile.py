@@ -94,11 +94,8 @@ def compile_cuda(name: str, arch: str = "8.0", *flags: str) -> Compiled:
 
 
 def _resources(log: str) -> dict[str, Resources]:
-    pattern = (
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame.*?Used (\d+) registers(.*?)\n"
-    )
-    found = {}
-    for kernel, stack, registers, rest in re.findall(pattern, log, re.DOTALL):
-        shared = re.search(r"(\d+) bytes smem", rest)
-        found[kernel] = Resources(int(registers), int(stack), int(shared[1]) if shared else 0)
-    return found
+    lines = map(str.split, build.kernel_resources(log).splitlines())
+    return {
+        name: Resources(int(registers), int(stack), int(shared))
+        for name, _, registers, shared, stack in lines
+    }
