@@ -41,5 +41,5 @@ def lines(record: Path = RECORD) -> Iterator[str]:
         name, arch, registers, shared, stack = line.split()
         yield (
             f"  {readable(name):<44} {arch:<7} {registers:>3} registers, "
-            f"{shared:>6} bytes shared, {stack} spilled"
+            f"{shared:>6} bytes shared, {stack} bytes of stack"
         )
