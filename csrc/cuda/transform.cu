@@ -24,6 +24,11 @@ void set_capacities(Work& work) {
   work.side[1].panels = least_of(layout.key.panels + 1, kMostPanels);
 }
 
+// Tokens of a head are numbered by 32 bits.
+bool too_long(const Call& call) {
+  return call.n_q > UINT32_MAX || call.n_k > UINT32_MAX;
+}
+
 Work plan(const Gradient& g) {
   Work work{};
   work.g = g;
@@ -157,6 +162,7 @@ int transform_pieces(const Call& call, bool backward, int64_t* bytes) {
 }
 
 cudaError_t transform_forward(const Call& call, void* const* pieces, cudaStream_t stream) {
+  if (too_long(call)) return cudaErrorInvalidValue;
   Gradient g{};
   g.call = call;
   Work work = plan(g);
@@ -172,6 +178,7 @@ cudaError_t transform_forward(const Call& call, void* const* pieces, cudaStream_
 }
 
 cudaError_t transform_backward(const Gradient& g, void* const* pieces, cudaStream_t stream) {
+  if (too_long(g.call)) return cudaErrorInvalidValue;
   Work work = plan(g);
   lay_out(work, true, {pieces, nullptr, 0});
   Sequence sequence{work, stream};

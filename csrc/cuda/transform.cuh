@@ -124,6 +124,7 @@ __global__ void __launch_bounds__(kThreads) transform_layout(const __grid_consta
     head.end_key[0] = all.at_max;
     head.end_key[1] = all.at_min;
     head.usable = 0;
+    head.layout = {};
     if (all.regular && all.keys > 0 && largest_product(head.range) <= kLargestProduct) {
       const int nodes = int(work.nodes);
       head.layout = make_layout(head.range, nodes, nodes, work.precision);
