@@ -8,7 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One worker and one thread per core: tests that need more threads ask for them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
-SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
+SOURCES := $(shell find csrc tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+# Where nvcc is found, CUDA kernels are built for one architecture here; newer ones take its PTX.
+export TORCH_CUDA_ARCH_LIST ?= 8.0+PTX
 
 # In no extension, but formatted with the rest.
 SANITIZER := $(wildcard tests/sanitize/*.cpp)
