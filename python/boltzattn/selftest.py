@@ -103,7 +103,7 @@ def _case_rows(device: str, dtype: torch.dtype, case: Case, length: int) -> Iter
     )
     padding = (torch.rand(length, generator=generator) > 0.75).to(device)
     doubles = [x.double().requires_grad_() for x in (query, key, value)]
-    truth = _dense(*doubles, case, padding)
+    truth = _dense(doubles[0], doubles[1], doubles[2], case, padding)
     truths = (truth.detach(), *torch.autograd.grad(truth, doubles, grad.double()))
     request = ops.request_of(
         query, key, value, None, padding if case.padded else None, 0.0, case.is_causal
@@ -141,20 +141,25 @@ def _measure(
 ) -> str:
     *inputs, grad = tensors
     variables = [x.detach().requires_grad_() for x in inputs]
-    call = {
-        "is_causal": case.is_causal,
-        "key_padding_mask": padding if case.padded else None,
-        "method": method,
-        "backend": backend,
-    }
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return boltzattn.attention(
+            query,
+            key,
+            value,
+            is_causal=case.is_causal,
+            key_padding_mask=padding if case.padded else None,
+            method=method,
+            backend=backend,
+        )
 
     def both() -> tuple[Tensor, ...]:
-        out = boltzattn.attention(*variables, **call)
+        out = attend(*variables)
         return out.detach(), *torch.autograd.grad(out, variables, grad)
 
     errors = [_relative(x, truth) for x, truth in zip(both(), truths, strict=True)]
     device = inputs[0].device.type
-    forward = _milliseconds(lambda: boltzattn.attention(*inputs, **call), device)
+    forward = _milliseconds(lambda: attend(*inputs), device)
     total = _milliseconds(both, device)
     verdict = "ok   " if max(errors) <= TOLERANCE[inputs[0].dtype] else "FAIL "
     return f"{verdict} {label} {errors[0]:8.1e} {max(errors[1:]):8.1e} {forward:9.3f} {total:9.3f}"

@@ -37,8 +37,9 @@ def save_figure(draw: Callable[[Any], None], path: Path) -> None:
         ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    settings = {
+    settings: Any = {
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.titlesize": 11,
@@ -48,8 +49,7 @@ def save_figure(draw: Callable[[Any], None], path: Path) -> None:
         "lines.markersize": 5,
     }
     with pyplot.rc_context(settings):
-        figure = pyplot.figure(figsize=(9.6, 4.0), layout="constrained")
-        figure.get_layout_engine().set(wspace=0.06)
+        figure = pyplot.figure(figsize=(9.6, 4.0), layout=ConstrainedLayoutEngine(wspace=0.06))
         draw(figure)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)

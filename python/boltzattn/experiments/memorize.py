@@ -64,9 +64,9 @@ def draw_task(
             else np.arange(count // 2.0).reshape(shift.shape)
         )
         x = (torch.from_numpy(stretch) * pair + torch.from_numpy(shift)).flatten(0, 1)
-        tokens = np.stack(separation(x).tokens)
-        labels = rng.integers(CLASSES, size=(len(x), tokens.max() + 1))
-        return x, torch.from_numpy(labels[contexts(list(tokens))[:, None], tokens])
+        found = np.stack(separation(x).tokens)
+        classes = rng.integers(CLASSES, size=(len(x), found.max() + 1))
+        return x, torch.from_numpy(classes[contexts(list(found))[:, None], found])
     x, labels = random_task(n, vocabulary, count, d, CLASSES, seed)
     if family == "gaussian":
         return x, labels

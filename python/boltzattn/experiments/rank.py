@@ -94,8 +94,11 @@ def _attention(model: str, count: int, seed: int) -> nn.Module:
     if model == "constructed vector":
         fixed = construct_attention(_sequences(count, seed), seed=seed).module().float()
     else:
+        w_q, w_k, w_v = (F.normalize(torch.randn(1, D), dim=1) for _ in range(3))
         fixed = OneLayerTransformer.from_weights(
-            *(F.normalize(torch.randn(1, D), dim=1) for _ in range(3)),
+            w_q,
+            w_k,
+            w_v,
             torch.randn(D, 1) / D**0.5,
             method="direct",
         )

@@ -43,7 +43,7 @@ def train(
         >>> losses.shape, bool((losses[-1] < 1e-2).all())
         (torch.Size([100, 2]), True)
     """
-    parameters, buffers = stack_module_state(list(models))  # type: ignore[arg-type]
+    parameters, buffers = stack_module_state(list(models))
     template = models[0]
 
     def one(state: dict[str, Tensor], fixed: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
