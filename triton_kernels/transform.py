@@ -48,6 +48,7 @@ from boltzattn.triton_kernels.layout import (
     S_MAX,
     S_MIN,
     STRIP,
+    Precision,
     end_of_key_panel,
     end_of_query_panel,
     key_nodes,
@@ -340,7 +341,9 @@ def core_kernel(
         decay /= rho
     to = bounds + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * 2
     tl.store(to, (4 / (1 - 1 / rho) * largest).to(tl.float32))
-    tl.store(to + 1, tl.max(tl.max(tl.abs(f), 1), 0).to(tl.float32))
+    # NaN would be lost in a maximum.
+    size = tl.where(f * 0 == 0, tl.abs(f), float("inf"))
+    tl.store(to + 1, tl.max(tl.max(size, 1), 0).to(tl.float32))
 
 
 @triton.jit
@@ -371,7 +374,7 @@ def certify_kernel(
         part_error = tl.load(bounds + index * 2, inside, other=0.0)
         part_size = tl.load(bounds + index * 2 + 1, inside, other=0.0)
         error, size = tl.maximum(error, part_error), tl.maximum(size, part_size)
-        odd += ((part_error * 0 != 0) | (part_size * 0 != 0)).to(tl.int32)
+        odd += (part_size * 0 != 0).to(tl.int32)
     # |F - end value| <= 2 max|v|: half of it can only overstate the relative error.
     worst, half = tl.max(error, 0), tl.max(size, 0) / 2
     bound = tl.where(worst == 0, 0.0, worst / half) + floor
@@ -793,34 +796,27 @@ def _sums(
     return sums, totals
 
 
-def _prepare(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float, slopes: bool
-) -> _Call:
-    (n_q, _), (n_k, dv) = query.shape[-2:], value.shape[-2:]
-    lead = lead_of(query, 2)
+def layouts(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float, aims: Precision
+) -> tuple[Tensor, Tensor]:
+    """(layout [heads, FIELDS] fp64, served [heads] int32), from one look at queries and keys."""
+    n_q, n_k = query.shape[-2], key.shape[-2]
+    lead, blocks = lead_of(query, 2), cdiv(max(n_q, n_k), RANGE_BLOCK)
     heads = lead[0]
-    aims = PRECISIONS[query.dtype]
-    query_panels, key_panels = most_panels(n_k, aims)
-    q, k, v, mask = strided(query, 2), strided(key, 2), strided(value, 2), strided(key_mask, 1)
-    split_scale = split(scale)
-    blocks = cdiv(max(n_q, n_k), RANGE_BLOCK)
-
-    def new(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        return query.new_empty(shape, dtype=dtype)
-
-    parts, layout = new(heads, blocks, RANGES.value), new(heads, FIELDS.value)
-    served = new(heads, dtype=torch.int32)
+    parts = query.new_empty(heads, blocks, RANGES.value, dtype=torch.float64)
+    layout = query.new_empty(heads, FIELDS.value, dtype=torch.float64)
+    served = query.new_empty(heads, dtype=torch.int32)
     launch(
         ranges_kernel,
         (heads * blocks,),
-        q,
-        k,
-        mask,
+        strided(query, 2),
+        strided(key, 2),
+        strided(key_mask, 1),
         parts,
         lead,
         n_q,
         n_k,
-        split_scale,
+        split(scale),
         BLOCK=RANGE_BLOCK,
         enable_fp_fusion=False,
     )
@@ -832,15 +828,31 @@ def _prepare(
         served,
         blocks,
         LARGEST_PRODUCT,
-        query_panels,
-        key_panels,
+        *most_panels(n_k, aims),
         QUERY_PRECISION=aims.query,
         KEY_PRECISION=aims.key,
         NODES=NODES,
         BLOCK=128,
         enable_fp_fusion=False,
     )
-    by_query = _sort(q, None, layout, served, lead, n_q, split_scale, query_panels, False)
+    return layout, served
+
+
+def _prepare(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float, slopes: bool
+) -> _Call:
+    (n_q, _), (n_k, dv) = query.shape[-2:], value.shape[-2:]
+    lead = lead_of(query, 2)
+    heads = lead[0]
+    aims = PRECISIONS[query.dtype]
+    query_panels, key_panels = most_panels(n_k, aims)
+    q, k, v, mask = strided(query, 2), strided(key, 2), strided(value, 2), strided(key_mask, 1)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return query.new_empty(shape, dtype=dtype)
+
+    layout, served = layouts(query, key, key_mask, scale, aims)
+    by_query = _sort(q, None, layout, served, lead, n_q, split(scale), query_panels, False)
     by_key = _sort(k, mask, layout, served, lead, n_k, (1.0, 0.0), key_panels, True)
 
     how = precision(query.device)
