@@ -304,21 +304,27 @@ def load_number(x, head, lead, index, inside, scale):
 
 
 @triton.jit
-def locate_queries(t, row):
-    """(panel, place) of queries on the axis of the layout row."""
-    u = asinh(t / tl.load(row + TAU))
-    return locate(
-        u, tl.load(row + QUERY_ORIGIN), tl.load(row + QUERY_HALF), tl.load(row + QUERY_PANELS)
-    )
+def load_axis(row, IS_KEY: tl.constexpr):
+    """What `locate_tokens` needs of a layout row: to be read once, outside of loops."""
+    if IS_KEY:
+        warp = (tl.load(row + MIDDLE), tl.load(row + RADIUS))
+        axis = (tl.load(row + KEY_ORIGIN), tl.load(row + KEY_HALF), tl.load(row + KEY_PANELS))
+    else:
+        tau = tl.load(row + TAU)
+        warp = (tau, tau)
+        axis = (tl.load(row + QUERY_ORIGIN), tl.load(row + QUERY_HALF), tl.load(row + QUERY_PANELS))
+    return warp + axis
 
 
 @triton.jit
-def locate_keys(s, row):
-    """(panel, place) of keys."""
-    y = (s - tl.load(row + MIDDLE)) / tl.load(row + RADIUS)
-    u = 0.5 * tl.log((1 + y) / (1 - y))
-    origin, half = tl.load(row + KEY_ORIGIN), tl.load(row + KEY_HALF)
-    return locate(u, origin, half, tl.load(row + KEY_PANELS))
+def locate_tokens(number, axis, IS_KEY: tl.constexpr):
+    """(panel, place) of queries t or keys s."""
+    if IS_KEY:
+        y = (number - axis[0]) / axis[1]
+        u = 0.5 * tl.log((1 + y) / (1 - y))
+    else:
+        u = asinh(number / axis[0])
+    return locate(u, axis[2], axis[3], axis[4])
 
 
 @triton.jit

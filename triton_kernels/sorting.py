@@ -11,24 +11,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from boltzattn.triton_kernels.heads import joined, load_vector
-from boltzattn.triton_kernels.layout import FIELDS, load_number, locate_keys, locate_queries
+from boltzattn.triton_kernels.layout import FIELDS, load_axis, load_number, locate_tokens
 
 
 @triton.jit
 def panels_of_block(
-    x, mask, row, head, lead, first, local, n, scale, IS_KEY: tl.constexpr, BINS: tl.constexpr
+    x, mask, axis, head, lead, first, local, n, scale, IS_KEY: tl.constexpr, BINS: tl.constexpr
 ):
     """Panels of a block of tokens; masked keys get the last bin, and what is past the end BINS."""
     index, inside = first + local, local < n - first
     number = load_number(x, head, lead, index, inside, joined(scale))
-    if IS_KEY:
-        panel, _ = locate_keys(number, row)
-        if mask is not None:
-            # A float mask is 0 or -inf, or else the head would not be served.
-            masked = load_vector(mask, head, lead, first, local, n) != 0
-            panel = tl.where(masked, BINS - 1, panel)
-    else:
-        panel, _ = locate_queries(number, row)
+    panel, _ = locate_tokens(number, axis, IS_KEY)
+    if mask is not None:
+        # A float mask is 0 or -inf, or else the head would not be served.
+        masked = load_vector(mask, head, lead, first, local, n) != 0
+        panel = tl.where(masked, BINS - 1, panel)
     return tl.where(inside, panel, BINS)
 
 
@@ -55,7 +52,7 @@ def count_kernel(
     panel = panels_of_block(
         x,
         mask,
-        layout + head * FIELDS,
+        load_axis(layout + head * FIELDS, IS_KEY),
         head,
         lead,
         block * BLOCK,
@@ -91,11 +88,9 @@ def order_kernel(
         return
     at = head.to(tl.int64) * BINS * blocks + tl.arange(0, BINS) * blocks + block
     start = tl.load(ends + at) - tl.load(counts + at)  # where the next token of a bin goes
-    local = tl.arange(0, STEP)
+    local, axis = tl.arange(0, STEP), load_axis(layout + head * FIELDS, IS_KEY)
     for first in range(block * BLOCK, tl.minimum(block * BLOCK + BLOCK, n), STEP):
-        panel = panels_of_block(
-            x, mask, layout + head * FIELDS, head, lead, first, local, n, scale, IS_KEY, BINS
-        )
+        panel = panels_of_block(x, mask, axis, head, lead, first, local, n, scale, IS_KEY, BINS)
         before = (panel[None, :] == panel[:, None]) & (local[None, :] < local[:, None])
         rank = tl.sum(before.to(tl.int32), 1)
         to = tl.gather(start, tl.minimum(panel, BINS - 1), 0) + rank

@@ -116,6 +116,8 @@ def _reference_kernels(method: str) -> tuple[Callable, Callable]:
 def _triton_missing() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    if not torch.cuda.is_available() and not _interpreter():
+        return "torch sees no GPU"
     return None
 
 
