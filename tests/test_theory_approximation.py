@@ -34,7 +34,7 @@ def slope(grids: tuple[int, ...], errors: list[float]) -> float:
     ],
 )
 def test_error_falls_with_slope_minus_one(name, d, n, grids):
-    reports = [approximate(TARGETS[name], d, n, g, samples=SAMPLES)[1] for g in grids]
+    reports = [approximate(TARGETS[name], d, n, g, samples=SAMPLES).report for g in grids]
     errors = [r.error for r in reports]
     assert slope(grids, errors) == pytest.approx(-1, abs=0.1)
     # Nothing is lost beyond the grid: ramps hold 1e-6 of the points per coordinate.
@@ -45,14 +45,15 @@ def test_error_falls_with_slope_minus_one(name, d, n, grids):
 def test_error_is_within_the_bound_for_a_lipschitz_function():
     # |grad of x_k mean(x)| <= 1 + 1/sqrt(n) per token; |.| over n tokens of d coordinates.
     d, n, grid = 1, 2, 16
-    _, report = approximate(TARGETS["product"], d, n, grid, samples=SAMPLES)
+    report = approximate(TARGETS["product"], d, n, grid, samples=SAMPLES).report
     lipschitz = (1 + 1 / math.sqrt(n)) * math.sqrt(n)
     modulus = lipschitz * math.sqrt(d * n) / (2 * grid)
     assert report.error <= modulus + math.sqrt(report.ramp_share) * 2 * math.sqrt(n)
 
 
 def test_module_returns_the_value_at_the_centre_of_the_cell():
-    model, report = approximate(TARGETS["wave"], 1, 3, 6, samples=100)
+    model = approximate(TARGETS["wave"], 1, 3, 6, samples=100)
+    report = model.report
     assert isinstance(model, OneLayerTransformer)
     assert model.form == "paper"
     x = torch.rand(200, 3, 1, dtype=torch.float64)
@@ -68,7 +69,7 @@ def test_module_returns_the_value_at_the_centre_of_the_cell():
 
 
 def test_corners_of_the_cube_belong_to_their_cells():
-    model, _ = approximate(TARGETS["product"], 1, 2, 4, samples=100)
+    model = approximate(TARGETS["product"], 1, 2, 4, samples=100)
     corners = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0]], dtype=torch.float64)[..., None]
     wanted = TARGETS["product"](corners.clamp(1 / 8, 7 / 8))
     with torch.no_grad():
@@ -77,13 +78,13 @@ def test_corners_of_the_cube_belong_to_their_cells():
 
 def test_three_tokens_on_a_grid_need_softmax():
     # Sums collide on a grid, so mean pooling, beta = 0, merges contexts; two tokens do not mind.
-    assert approximate(TARGETS["wave"], 1, 3, 5, samples=100)[1].attention.beta > 0
-    assert approximate(TARGETS["wave"], 1, 2, 5, samples=100)[1].attention.beta == 0
+    assert approximate(TARGETS["wave"], 1, 3, 5, samples=100).report.attention.beta > 0
+    assert approximate(TARGETS["wave"], 1, 2, 5, samples=100).report.attention.beta == 0
 
 
 def test_multisets_beat_dropping_repeats():
-    kept = approximate(TARGETS["wave"], 1, 3, 8, samples=SAMPLES)[1]
-    dropped = approximate(TARGETS["wave"], 1, 3, 8, samples=SAMPLES, repeats=False)[1]
+    kept = approximate(TARGETS["wave"], 1, 3, 8, samples=SAMPLES).report
+    dropped = approximate(TARGETS["wave"], 1, 3, 8, samples=SAMPLES, repeats=False).report
     assert dropped.ids == 3 * math.comb(8, 3)
     assert kept.repeat_share == pytest.approx(1 - (7 / 8) * (6 / 8))
     assert kept.error < 0.7 * dropped.error
@@ -91,7 +92,7 @@ def test_multisets_beat_dropping_repeats():
 
 def test_wide_ramps_cost_accuracy():
     narrow, wide = (
-        approximate(TARGETS["wave"], 1, 2, 16, samples=SAMPLES, ramp=r)[1] for r in (1e-6, 0.1)
+        approximate(TARGETS["wave"], 1, 2, 16, samples=SAMPLES, ramp=r).report for r in (1e-6, 0.1)
     )
     assert wide.error > 1.5 * narrow.error
     assert wide.ramp_share == pytest.approx(0.2)
@@ -102,7 +103,7 @@ def test_position_dependent_function_stays_at_its_asymmetry():
     errors = []
     for grid in (4, 16):
         with pytest.warns(EquivarianceWarning, match=r"0\.4\d* away from its symmetrisation"):
-            _, report = approximate(f, 1, 2, grid, samples=SAMPLES)
+            report = approximate(f, 1, 2, grid, samples=SAMPLES).report
         errors.append(report.error)
     # f - sym f = (x_1 - .., ..): E |f - sym f|^2 = E (x_1^2 + x_2^2) / 4 = 1/6.
     assert report.asymmetry == pytest.approx(math.sqrt(1 / 6), rel=0.03)
@@ -113,7 +114,8 @@ def test_position_dependent_function_stays_at_its_asymmetry():
 def test_positions_make_it_learnable():
     grids = (4, 8, 16)
     reports = [
-        approximate(TARGETS["position"], 1, 2, g, samples=SAMPLES, positions=True)[1] for g in grids
+        approximate(TARGETS["position"], 1, 2, g, samples=SAMPLES, positions=True).report
+        for g in grids
     ]
     assert slope(grids, [r.error for r in reports]) == pytest.approx(-1, abs=0.1)
     assert reports[0].ids == 2 * 4**2
@@ -123,13 +125,13 @@ def test_positions_make_it_learnable():
 def test_discontinuous_function_converges_in_mean_only():
     grids = (4, 8, 16, 32)
     f = TARGETS["rank"]
-    errors = [approximate(f, 1, 2, g, samples=SAMPLES)[1].error for g in grids]
+    errors = [approximate(f, 1, 2, g, samples=SAMPLES).report.error for g in grids]
     # The error sits where both tokens share a cell, a share 1/grid of the points.
     assert slope(grids, errors) == pytest.approx(-0.5, abs=0.12)
 
 
 def test_result_is_permutation_equivariant():
-    model, _ = approximate(TARGETS["wave"], 2, 3, 3, samples=100)
+    model = approximate(TARGETS["wave"], 2, 3, 3, samples=100)
     x = torch.rand(20, 3, 2, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(model(x.flip(1)), model(x).flip(1), rtol=0, atol=1e-8)

@@ -16,7 +16,8 @@ from boltzattn.theory.memorization import random_task, step_network
 @pytest.mark.parametrize("sizes", [(3, 6, 20, 4), (4, 12, 100, 8), (8, 30, 300, 16), (5, 9, 60, 1)])
 def test_every_label_comes_back(form, sizes):
     x, y = random_task(*sizes)
-    model, report = memorize(x, y, form=form)
+    model = memorize(x, y, form=form)
+    report = model.report
     assert isinstance(model, OneLayerTransformer)
     assert model.form == "paper"
     with torch.no_grad():
@@ -31,7 +32,8 @@ def test_every_label_comes_back(form, sizes):
 
 def test_a_thousand_sequences_of_sixteen_tokens():
     x, y = random_task(n=16, vocabulary=60, count=1000, d=16)
-    model, report = memorize(x, y)
+    model = memorize(x, y)
+    report = model.report
     with torch.no_grad():
         out = model(x)
     assert report.ids == 16_000
@@ -41,7 +43,8 @@ def test_a_thousand_sequences_of_sixteen_tokens():
 
 def test_linear_time_attention_reads_the_same_labels():
     x, y = random_task(n=512, vocabulary=600, count=3, d=4)
-    model, report = memorize(x, y)
+    model = memorize(x, y)
+    report = model.report
     model.attention.method = "transform"
     with torch.no_grad():
         out = model(x)
@@ -56,7 +59,8 @@ def test_regression_with_several_outputs():
     for i, j in itertools.product(range(60), range(4)):  # repeated contexts share their label
         key = (*x[i, j].tolist(), *sorted(x[i, :, 0].tolist()))
         y[i, j] = seen.setdefault(key, y[i, j].clone())
-    model, report = memorize(x, y)
+    model = memorize(x, y)
+    report = model.report
     with torch.no_grad():
         out = model(x)
     assert float((out[..., :3] - y).abs().max()) < 1e-5 * report.label_range
@@ -67,7 +71,8 @@ def test_regression_with_several_outputs():
 def test_sequence_labels_appear_at_every_token():
     x, _ = random_task(n=4, vocabulary=30, count=50, d=3)
     labels = list(range(50))
-    model, report = memorize(x, labels)
+    model = memorize(x, labels)
+    report = model.report
     with torch.no_grad():
         out = model(x)[..., 0].round()
     assert torch.equal(out, torch.arange(50.0).double()[:, None].expand(50, 4))
@@ -78,7 +83,7 @@ def test_repeated_tokens_and_lengths():
     points = torch.randn(5, 3, dtype=torch.float64)
     rows = [(0, 0, 1), (0, 1, 1), (0, 1, 2, 3), (4,), (0, 0, 0, 1)]
     x = [points[list(row)] for row in rows]
-    model, _ = memorize(x, torch.arange(5))
+    model = memorize(x, torch.arange(5))
     for label, sequence in enumerate(x):
         assert (model(sequence)[:, 0].round() == label).all()
     # The order of the tokens is of no consequence.
@@ -87,7 +92,8 @@ def test_repeated_tokens_and_lengths():
 
 def test_parameters_are_counted():
     x, y = random_task(n=3, vocabulary=6, count=20, d=4)
-    model, report = memorize(x, y)
+    model = memorize(x, y)
+    report = model.report
     n, count, d, s = 3, 20, 4, 1
     assert report.paper_parameters == 4 * (s + d) + d * (2 * n * count + d)
     hidden = model.ff2.linear1.out_features
@@ -104,7 +110,7 @@ def test_parameters_are_counted():
 
 def test_equal_neighbours_take_no_neurons():
     x, y = random_task(n=3, vocabulary=6, count=20, d=4)
-    _, report = memorize(x, torch.zeros_like(y))
+    report = memorize(x, torch.zeros_like(y)).report
     assert report.hidden == 2 * 4
     assert report.max_error < 1e-12
 
@@ -142,7 +148,8 @@ def test_plateaus_bear_noise():
 
 def test_float32_does_a_thousand_ids_and_refuses_when_noise_wins():
     x, y = random_task(n=6, vocabulary=20, count=200, d=16)
-    model, report = memorize(x, y, dtype=torch.float32)
+    model = memorize(x, y, dtype=torch.float32)
+    report = model.report
     assert model.attention.q_proj_weight.dtype == torch.float32
     assert report.accuracy == 1.0
     x, y = random_task(n=8, vocabulary=40, count=600, d=16)
@@ -180,7 +187,7 @@ def test_proportional_sequences_conflict_unless_labels_agree():
     ):
         memorize(batch, [1, 2])
     with pytest.warns(ResolutionWarning, match="exactly 0"):
-        model, _ = memorize(batch, [4, 4])
+        model = memorize(batch, [4, 4])
     assert (model(batch[1])[:, 0].round() == 4).all()
 
 

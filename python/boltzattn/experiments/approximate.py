@@ -28,7 +28,7 @@ def measure(
     positions: bool = False,
     ramp: float = 1e-6,
 ) -> list[Row]:
-    _, report = approximate(
+    report = approximate(
         TARGETS[target],
         d,
         n,
@@ -38,7 +38,7 @@ def measure(
         ramp=ramp,
         samples=samples,
         seed=seed,
-    )
+    ).report
     return [
         {
             "ids": report.ids,

@@ -143,6 +143,8 @@ class OneLayerTransformer(nn.Module):
         torch.Size([2, 1000, 1])
     """
 
+    report: Any = None  # what a construction of boltzattn.theory says about the module it made
+
     def __init__(
         self,
         dim: int,

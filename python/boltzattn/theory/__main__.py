@@ -204,7 +204,8 @@ def show_memorization(figure: Any) -> None:
     sizes = [(3, 6, 20, 4), (4, 12, 100, 8), (6, 20, 200, 16), (8, 30, 300, 16), (8, 40, 600, 16)]
     for n, vocabulary, count, d in [*sizes, (16, 60, 1000, 16)]:
         x, y = random_task(n, vocabulary, count, d)
-        model, report = memorize(x, y)
+        model = memorize(x, y)
+        report = model.report
         shares = [report.accuracy or 0.0]  # None is for labels that are no integers
         for dtype in (torch.float32, torch.bfloat16):
             if dtype == torch.bfloat16 and report.ids > 2000:
@@ -262,7 +263,8 @@ def show_approximation(figure: Any) -> None:
     for axis, curves in ((left, smooth), (right, rest)):
         for label, name, d, n, grids, options, colour, style in curves:
             reports = [
-                approximate(TARGETS[name], d, n, grid, samples=4000, **options)[1] for grid in grids
+                approximate(TARGETS[name], d, n, grid, samples=4000, **options).report
+                for grid in grids
             ]
             errors = [report.error for report in reports]
             slope = np.polyfit(np.log(grids[-2:]), np.log(errors[-2:]), 1)[0]

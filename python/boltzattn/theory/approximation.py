@@ -86,7 +86,7 @@ def approximate(
     ramp: float = 1e-6,
     samples: int = 20_000,
     seed: int = 0,
-) -> tuple[OneLayerTransformer, ApproximationReport]:
+) -> OneLayerTransformer:
     """Build a transformer `[.., n, d] -> [.., n, d]` close to `f` on the unit cube.
 
     Args:
@@ -106,13 +106,15 @@ def approximate(
         seed: for these points.
 
     Returns:
-        The module (fp64; coordinates `0..k-1` of its result approximate f), and a report.
+        The module (fp64; coordinates `0..k-1` of its result approximate f). Its `report` is an
+        `ApproximationReport`.
 
     Raises:
         ValueError: if the grid asks for more ids than fp64 can tell apart.
 
     Example:
-        >>> model, report = approximate(TARGETS["product"], d=1, n=2, grid=8)
+        >>> model = approximate(TARGETS["product"], d=1, n=2, grid=8)
+        >>> report = model.report
         >>> report.ids, report.error < 0.1
         (64, True)
     """
@@ -161,7 +163,7 @@ def approximate(
     model = head.module(ff1=ff1, ff2=ff2)
 
     x = _uniform(samples, n, d, seed + 1)
-    return model, ApproximationReport(
+    model.report = ApproximationReport(
         attention=head,
         grid=grid,
         ids=len(keys),
@@ -174,6 +176,7 @@ def approximate(
         ramp_share=n * d * ramp,
         repeat_share=0.0 if positions else 1 - math.prod(1 - i / grid**d for i in range(n)),
     )
+    return model
 
 
 def rounding_network(d: int, steps: int, height: float, ramp: float) -> FeedForward:

@@ -71,7 +71,7 @@ def memorize(
     scale: str = "practical",
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
-) -> tuple[OneLayerTransformer, MemorizationReport]:
+) -> OneLayerTransformer:
     """Build a transformer whose output for every token is its label.
 
     Args:
@@ -88,7 +88,7 @@ def memorize(
 
     Returns:
         The module `[.., n, d] -> [.., n, d]`; coordinates `0..k-1` of the result are the label,
-        the others 0. And a report on what the module does with `sequences`.
+        the others 0. Its `report` says what it does with `sequences`, a `MemorizationReport`.
 
     Raises:
         ValueError: if one token in one context has two labels (they are listed), or if the ids
@@ -96,7 +96,7 @@ def memorize(
 
     Example:
         >>> x = torch.randn(6, 2)[torch.tensor([[0, 1, 2], [0, 1, 3], [4, 4, 5]])].double()
-        >>> model, report = memorize(x, torch.tensor([7, 8, 9]))
+        >>> model = memorize(x, torch.tensor([7, 8, 9]))
         >>> model(x)[:, 0, 0].round()
         tensor([7., 8., 9.], dtype=torch.float64, grad_fn=<RoundBackward0>)
     """
@@ -133,7 +133,7 @@ def memorize(
     wanted = np.zeros_like(results)
     wanted[:, :k] = np.concatenate(targets)
     hidden = ff2.linear1.out_features
-    return model, MemorizationReport(
+    model.report = MemorizationReport(
         attention=head,
         form=form,
         ids=len(positions),
@@ -147,6 +147,7 @@ def memorize(
         label_range=float(np.ptp(values)),
         accuracy=_accuracy(results[:, :k], wanted[:, :k]),
     )
+    return model
 
 
 def random_task(
