@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from boltzattn.triton_kernels import direct, transform
+from boltzattn.triton_kernels import direct, report, transform
 from boltzattn.triton_kernels.compilation import (
     TARGETS,
     Launch,
@@ -180,6 +180,18 @@ def test_masked_keys_from_ptx(method: str) -> None:
     tensors = tensors_of(torch.float32, 40, 300, 1, 20, heads=2)
     masked = (torch.rand(1, 300) < 0.3).expand(2, 300)
     check(method, tensors, PtxRun(), scale=1.3, key_mask=masked)
+
+
+def test_modelled_bytes_of_forward() -> None:
+    """What the report says, every number counted once however many threads read it."""
+    bins = {"count_kernel": (128, 32), "order_kernel": (128, 32)}
+    names = ("ranges", "count", "order", "moments", "reduce", "evaluate")
+    total = sum(
+        report.work_per_token(f"{name}_kernel", 64, 2, b).bytes
+        for name in names
+        for b in bins.get(f"{name}_kernel", (0,))
+    )
+    assert total <= 1.5 * report.least_forward_bytes(64, 2)
 
 
 def forward_bytes(n: int, dv: int, dtype: torch.dtype) -> tuple[int, int]:
