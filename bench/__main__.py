@@ -40,8 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     records = results.load(path) if options.full and path.exists() else []
     records = run(grid, here, records, path, measure.FULL if options.full else measure.QUICK)
     print(report.table(records))
-    if options.full:
-        print("\n" + report.target_table(records))
+    print("\n" + report.target_table(records, measured_only=not options.full))
     figures = plot.figures(records, out, prefix="" if options.full else "quick-")
     print("\n" + "\n".join(f"wrote {p}" for p in [path, *figures]))
     return 0

@@ -31,15 +31,22 @@ MB = 2**20
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure. A provider gets samples until its share is used up, but at least 3."""
+    """How long to measure. A provider gets samples until its share is used up, but at least 3.
+
+    Of long calls 2 are enough: what disturbs them averages out within each.
+    """
 
     seconds_per_provider: float
     longest_call_s: float
     most_samples: int = 60
     sample_s: float = 2e-3  # shorter calls are repeated within a sample
+    long_call_s: float = math.inf
+
+    def least_samples(self, call_s: float) -> int:
+        return 3 if call_s <= self.long_call_s else 2
 
 
-QUICK = Effort(seconds_per_provider=0.8, longest_call_s=3.0)
+QUICK = Effort(seconds_per_provider=0.8, longest_call_s=3.0, long_call_s=1.0)
 FULL = Effort(seconds_per_provider=1.5, longest_call_s=12.0)
 
 
@@ -128,9 +135,10 @@ def take_turns(
     seconds: Callable[[Callable[[], object], int], float],
 ) -> dict[str, list[float]]:
     """Seconds per call of each, sampled in rounds whose order rotates."""
-    repeats, samples, spent = {}, {}, {}
+    repeats, samples, spent, least = {}, {}, {}, {}
     for name, call in calls.items():
         spent[name] = seconds(call, 1)
+        least[name] = effort.least_samples(spent[name])
         repeats[name] = max(1, math.ceil(effort.sample_s / max(spent[name], 1e-9)))
         # A long call needs no warm-up beyond that of the accuracy check; a short one has it here.
         samples[name] = [spent[name]] if repeats[name] == 1 else []
@@ -138,7 +146,7 @@ def take_turns(
         waiting = [
             name
             for name in calls
-            if len(samples[name]) < 3 or spent[name] < effort.seconds_per_provider
+            if len(samples[name]) < least[name] or spent[name] < effort.seconds_per_provider
         ]
         if not waiting:
             break

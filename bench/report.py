@@ -51,10 +51,13 @@ def table(records: Records) -> str:
     return "\n\n".join([*blocks, LEGEND])
 
 
-def target_table(records: Records) -> str:
+def target_table(records: Records, measured_only: bool = False) -> str:
+    """Every claim with its verdict, or only those that the records can decide."""
     lines = []
     for target in targets():
         worst, met = target.worst(records), target.met(records)
+        if met is None and measured_only:
+            continue
         value = "-" if worst is None else f"{worst:.3g}{target.unit}"
         verdict = {True: "met", False: "MISSED", None: "not measured"}[met]
         lines.append((target.claim, target.bound, value, verdict))

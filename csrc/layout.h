@@ -45,13 +45,33 @@ struct Layout {
   double query_strip;  // height of the strip on the query axis
 };
 
+// cos and sin of pi times a fraction; on a device the functions that need no reduction by pi.
+BOLTZATTN_HD double cos_pi(double numerator, double denominator) {
+#ifdef __CUDA_ARCH__
+  return ::cospi(numerator / denominator);
+#else
+  return ::cos(numerator * kPi / denominator);
+#endif
+}
+BOLTZATTN_HD double sin_pi(double numerator, double denominator) {
+#ifdef __CUDA_ARCH__
+  return ::sinpi(numerator / denominator);
+#else
+  return ::sin(numerator * kPi / denominator);
+#endif
+}
+
 BOLTZATTN_HD double chebyshev_node(int nodes, int i) {
-  return ::cos((2 * i + 1) * kPi / (2 * nodes));
+  return cos_pi(2 * i + 1, 2 * nodes);
 }
 
 // Half width of a panel on which `nodes` nodes reach `precision` in a strip of this height.
 BOLTZATTN_HD double panel_half_width(double strip, int nodes, double precision) {
+#ifdef __CUDA_ARCH__
+  const double rho = ::exp(-::log(precision) / nodes);  // pow would spill registers
+#else
   const double rho = ::pow(1 / precision, 1.0 / nodes);
+#endif
   return 2 * strip / (rho - 1 / rho);
 }
 
@@ -87,7 +107,7 @@ BOLTZATTN_HD Layout make_layout(const Range& range, int query_nodes, int key_nod
   const double product = largest_product(range);
   Layout layout;
   layout.query_strip = kPi / (4 * ::log(double(range.keys) + 2));
-  layout.tau = 2 / (extent * ::sin(layout.query_strip));
+  layout.tau = 2 / (extent * sin_pi(0.25, ::log(double(range.keys) + 2)));
   layout.query = make_axis(::asinh(range.t_min / layout.tau), ::asinh(range.t_max / layout.tau),
                            layout.query_strip, query_nodes, precision);
   const double edge = 0.5 * ::log(::fmax(product, 4.0));
@@ -127,17 +147,21 @@ inline Layout choose_layout(const Range& range, int64_t n_q, int64_t n_k, int64_
   return best;
 }
 
-BOLTZATTN_HD double query_node(const Layout& layout, int panel, int i) {
+// The query at `place` in [-1, 1] on a panel.
+BOLTZATTN_HD double query_at(const Layout& layout, int panel, double place) {
   const Axis& axis = layout.query;
-  return layout.tau *
-         ::sinh(axis.origin + axis.half * (2 * panel + 1 + chebyshev_node(axis.nodes, i)));
+  return layout.tau * ::sinh(axis.origin + axis.half * (2 * panel + 1 + place));
 }
-
-// A key node, measured from layout.middle.
-BOLTZATTN_HD double key_node(const Layout& layout, int panel, int i) {
+// The key at `place` on a panel, measured from layout.middle.
+BOLTZATTN_HD double key_at(const Layout& layout, int panel, double place) {
   const Axis& axis = layout.key;
-  return layout.radius *
-         ::tanh(axis.origin + axis.half * (2 * panel + 1 + chebyshev_node(axis.nodes, i)));
+  return layout.radius * ::tanh(axis.origin + axis.half * (2 * panel + 1 + place));
+}
+BOLTZATTN_HD double query_node(const Layout& layout, int panel, int i) {
+  return query_at(layout, panel, chebyshev_node(layout.query.nodes, i));
+}
+BOLTZATTN_HD double key_node(const Layout& layout, int panel, int i) {
+  return key_at(layout, panel, chebyshev_node(layout.key.nodes, i));
 }
 
 // The key that logits of a query panel are measured from: the one with the largest weight. On the

@@ -69,6 +69,15 @@ def test_providers_take_turns_in_rotating_order():
     assert all(len(s) == 3 for s in samples.values())  # three even when one is too long
 
 
+def test_two_samples_of_long_calls_are_enough_for_a_quick_run():
+    clock = FakeClock({"short": 0.9, "long": 1.1})
+    calls = {name: name for name in clock.seconds}
+    for effort, expected in ((measure.QUICK, 2), (measure.FULL, 3)):
+        samples = measure.take_turns(calls, effort, clock)
+        assert len(samples["short"]) == 3
+        assert len(samples["long"]) == expected
+
+
 def test_short_calls_are_repeated_and_budgets_are_kept():
     clock = FakeClock({"short": 1e-5, "long": 0.4})
     effort = measure.Effort(seconds_per_provider=2.0, longest_call_s=9, most_samples=20)
@@ -385,6 +394,7 @@ def test_targets_state_the_promised_bounds():
     bounds = {t.claim: (t.at_least, t.at_most) for t in targets.targets()}
     assert sorted(x for x, _ in bounds.values() if x) == [
         1.0,
+        1.0,
         1.5,
         1.7,
         8,
@@ -403,6 +413,21 @@ def test_grids_have_no_duplicates_and_labels_tell_cases_apart():
     for grid in (list(cases.quick()), list(cases.full())):
         assert len({e.case for e in grid}) == len(grid)
         assert len({e.case.label for e in grid}) == len(grid)
+
+
+def test_the_quick_grid_decides_the_first_claims():
+    """Speed of `direct` at its centre and against naive attention, and what memory it takes."""
+    grid = {entry.case: entry.providers for entry in cases.quick()}
+
+    def decided(target):
+        terms = [t for pair in target.pairs for t in pair if t is not None]
+        return all(
+            t.case in grid and any(n.startswith(grid[t.case]) for n in t.providers) for t in terms
+        )
+
+    claims = [t.claim for t in targets.targets() if decided(t)]
+    assert sum(claim.startswith("direct") for claim in claims) == 4
+    assert "direct over naive, ranks 1, 2, 4, 8, 16, n = 512" in claims
 
 
 def test_only_keeps_the_baselines():

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -50,8 +51,9 @@ def extension() -> ModuleType | str:
     except ImportError as error:
         reason = f"the extension boltzattn._C is not usable ({error})"
         warnings.warn(
-            f"boltzattn: {reason}; attention runs on the slow reference backend. Rebuild with "
-            "`pip install --no-build-isolation .` under the torch that is installed.",
+            f"boltzattn: {reason}; attention runs on the slow reference backend. To build "
+            "it, install boltzattn again where torch and a C++ compiler are; `pip install -v` "
+            "tells what goes wrong.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -68,6 +70,36 @@ def _cpu_kernels(method: str) -> tuple[Callable, Callable]:
     return {
         "direct": (ops.cpu_direct_forward, ops.cpu_direct_backward),
         "transform": (ops.cpu_transform_forward, ops.cpu_transform_backward),
+    }[method]
+
+
+@lru_cache(maxsize=1)
+def cuda_extension() -> str | None:
+    """Load the compiled library `_C_cuda`; None, or the reason why there is none.
+
+    Under a CPU torch it is not touched. It loads without a GPU or a driver: who then has no CUDA
+    tensors hears so from torch.
+    """
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    found = sorted(Path(__file__).parent.glob("_C_cuda*.so"))
+    if not found:
+        return (
+            "the extension boltzattn._C_cuda was not built; with a CUDA toolkit at hand: "
+            "BOLTZATTN_CUDA=1 pip install --no-build-isolation ."
+        )
+    try:
+        torch.ops.load_library(str(found[0]))
+    except OSError as error:
+        return f"the extension boltzattn._C_cuda is not usable ({error})"
+    return None
+
+
+def _cuda_kernels(method: str) -> tuple[Callable, Callable]:
+    ops = torch.ops.boltzattn
+    return {
+        "direct": (ops.cuda_direct_forward, ops.cuda_direct_backward),
+        "transform": (ops.cuda_transform_forward, ops.cuda_transform_backward),
     }[method]
 
 
@@ -154,6 +186,14 @@ BACKENDS: dict[str, Backend] = {
             _extension_missing,
             _cpu_kernels,
             halving=lambda: torch.ops.boltzattn.cpu_causal_forward,
+        ),
+        Backend(
+            "cuda",
+            "CUDA C++",
+            ("cuda",),
+            ("direct", "transform"),
+            cuda_extension,
+            _cuda_kernels,
         ),
         Backend(
             "triton",

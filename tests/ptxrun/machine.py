@@ -819,7 +819,10 @@ class Launch:
             grp = ready & (pc == p)
             k = np.count_nonzero(grp)
             m = None if k == n else grp
-            above = pcs[pcs > p]
+            # Lanes that wait at a .sync instruction count too: a group that comes to them by falling
+            # through must stop there and be joined with them.
+            meeting = pc[ready & wblk]
+            above = np.concatenate([pcs[pcs > p], meeting[meeting > p]])
             limit = int(above.min()) if len(above) else 1 << 60
             ctl = (full_next if m is None else div_next)[p]
             end = min(ctl, limit)

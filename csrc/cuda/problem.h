@@ -1,0 +1,46 @@
+// What a CUDA kernel is told, passed by value: sizes, and where the strided tensors lie. No torch.
+#pragma once
+
+#include <stdint.h>
+
+#include "cpu/problem.h"  // DType
+
+namespace boltzattn {
+namespace cuda {
+
+constexpr int kMostLead = 8;  // leading dimensions of more than one element
+
+// A tensor [*lead, rows, columns]. Strides count elements.
+struct Strided {
+  void* data;
+  int64_t row, column;
+  int64_t lead[kMostLead];
+  DType dtype;
+  int32_t whole_vectors;  // every row starts on 16 bytes and may be read 16 bytes at a time
+};
+
+struct Call {
+  int64_t heads, n_q, n_k, rank, dv;
+  double scale, dropout_p;
+  int64_t lead[kMostLead];  // sizes; the first `dims` count
+  int32_t dims, is_causal;
+  Strided query, key, value;
+  Strided attn_mask;      // data null: none; bool: true = may attend; floating: added to logits
+  Strided key_mask;       // [heads, 1, n_k]; bool: true = ignored; floating: added to logits
+  Strided seed;           // [heads, 1, 1] int64
+  Strided out;            // written by forward, read by backward
+  double* lse;            // [heads, n_q]
+  const int32_t* served;  // [heads], or null: heads that another kernel has served already
+  void* totals;           // workspace, see `totals_size`
+};
+
+struct Gradient {
+  Call call;
+  Strided grad_out;
+  Strided grad_lse;  // [heads, n_q, 1] fp64; data null if lse was not used
+  Strided grad_query, grad_key, grad_value;
+  void* row_norms;  // workspace: [heads, n_q] of (high, low, delta) in the arithmetic type
+};
+
+}  // namespace cuda
+}  // namespace boltzattn

@@ -1,0 +1,211 @@
+// Launchers of the transform.
+#include "cuda/dispatch.cuh"
+#include "cuda/launch.h"
+#include "cuda/transform.cuh"
+
+namespace boltzattn {
+namespace cuda {
+namespace {
+
+// Interpolation error aimed at, well below the rounding of the token passes.
+double precision_of(DType dtype) {
+  return dtype == DType::kFloat64 ? 1e-17 : dtype == DType::kFloat32 ? 1e-11 : 1e-8;
+}
+
+// Panels there is room for: enough for every product of a query and a key that the transform
+// accepts, but no more query nodes than half the queries. Heads that need more go to `direct`.
+void set_capacities(Work& work) {
+  const Call& call = work.g.call;
+  const Range widest{-kLargestProduct, kLargestProduct, 0, 1, call.n_k > 1 ? call.n_k : 1};
+  const Layout layout = make_layout(widest, int(work.nodes), int(work.nodes), work.precision);
+  const int64_t half = (call.n_q > 2048 ? call.n_q / 2 : 1024) / work.nodes;
+  // One more than needed: the last bits of the host's mathematics are not the device's.
+  work.side[0].panels = least_of(layout.query.panels + 1, least_of(half, kMostPanels));
+  work.side[1].panels = least_of(layout.key.panels + 1, kMostPanels);
+}
+
+// Tokens of a head are numbered by 32 bits.
+bool too_long(const Call& call) {
+  return call.n_q > UINT32_MAX || call.n_k > UINT32_MAX;
+}
+
+Work plan(const Gradient& g) {
+  Work work{};
+  work.g = g;
+  const Call& call = g.call;
+  const bool wide = call.query.dtype == DType::kFloat64;
+  work.nodes = wide ? kNodes<double> : kNodes<float>;
+  work.precision = precision_of(call.query.dtype);
+  work.range_chunks = ceil_div(call.n_q > call.n_k ? call.n_q : call.n_k, kRangeChunk);
+  if (work.range_chunks == 0) work.range_chunks = 1;
+  set_capacities(work);
+  const int64_t segment = wide ? kSegment<double> : kSegment<float>;
+  for (int k = 0; k < 2; ++k) {
+    Side& side = work.side[k];
+    side.n = k ? call.n_k : call.n_q;
+    side.segments = ceil_div(side.n, segment) + side.panels;
+    side.chunks = ceil_div(side.n, kSortChunk);
+  }
+  return work;
+}
+
+// Walks through the pieces of the workspace: notes their sizes, or hands out their addresses.
+struct Pieces {
+  void* const* address;
+  int64_t* bytes;
+  int count;
+
+  template <class T>
+  void take(T*& pointer, int64_t size, int64_t element = sizeof(T)) {
+    if (bytes) bytes[count] = size * element;
+    if (address) pointer = static_cast<T*>(address[count]);
+    ++count;
+  }
+  void take(void*& pointer, int64_t size, int64_t element) {
+    char* typed = nullptr;
+    take(typed, size, element);
+    if (address) pointer = typed;
+  }
+};
+
+int lay_out(Work& work, bool backward, Pieces pieces) {
+  Call& call = work.g.call;
+  const int64_t heads = call.heads, dv = call.dv, nodes = work.nodes;
+  const int64_t element = call.query.dtype == DType::kFloat64 ? 8 : 4;
+  const int64_t query_nodes = heads * work.side[0].panels * nodes;
+  const int64_t key_nodes = heads * work.side[1].panels * nodes;
+  pieces.take(work.report, heads * 7);  // first: it is a result
+  pieces.take(work.served, heads);
+  pieces.take(work.parts, heads * work.range_chunks);
+  pieces.take(work.heads, heads);
+  pieces.take(work.basis, heads * 2 * nodes);
+  pieces.take(work.centre, heads * 2 * dv);
+  pieces.take(work.extremes, heads * work.side[1].panels * 2 * kEllipses);
+  pieces.take(work.log_factor, heads * kEllipses);
+  pieces.take(work.decay, heads * kLastCoefficients * nodes);
+  pieces.take(work.table, query_nodes * dv, element);
+  pieces.take(work.last, query_nodes);
+  pieces.take(work.inverse_z, query_nodes);
+  pieces.take(work.key_error, query_nodes);
+  const int64_t tiles = ceil_div(dv, kThreads / nodes * 8);
+  pieces.take(work.bounds, heads * work.side[0].panels * tiles * 2);
+  for (int k = 0; k < 2; ++k) {
+    Side& side = work.side[k];
+    pieces.take(side.counts, heads * side.chunks * side.panels);
+    pieces.take(side.panel_start, heads * (side.panels + 1));
+    pieces.take(side.segment_start, heads * (side.panels + 1));
+    pieces.take(side.order, heads * side.n);
+    pieces.take(side.place, heads * side.n);
+    pieces.take(side.node, heads * side.panels * nodes);
+    const bool sums = k == 1 || backward;
+    pieces.take(side.partial, sums ? heads * side.segments * nodes * (dv + 1) : 0);
+    pieces.take(side.sums, sums ? heads * side.panels * nodes * (dv + 1) : 0);
+  }
+  pieces.take(call.totals, totals_bytes(call, backward), 1);
+  pieces.take(work.g.row_norms, backward ? row_norms_bytes(call) : 0, 1);
+  pieces.take(work.node_out, backward ? query_nodes * dv : 0);
+  pieces.take(work.pull, backward ? 2 * query_nodes : 0);
+  pieces.take(work.value_table, backward ? key_nodes * dv : 0, element);
+  pieces.take(work.slope_table, backward ? key_nodes * dv : 0, element);
+  pieces.take(work.slope_last, backward ? key_nodes : 0);
+  call.served = work.served;
+  return pieces.count;
+}
+
+// The kernels in their order; stops at the first that cannot be launched.
+struct Sequence {
+  Work& work;
+  cudaStream_t stream;
+  cudaError_t error = cudaSuccess;
+
+  void run(void (*kernel)(Work), int64_t blocks) {
+    if (error == cudaSuccess) error = launch(kernel, blocks, work, stream);
+  }
+  void sort(int64_t keys) {
+    work.keys = keys;
+    const int64_t blocks = work.g.call.heads * ceil_div(work.side[keys].chunks, kWarps);
+    run(transform_sort<false>, blocks);
+    run(transform_scan, work.g.call.heads);
+    run(transform_sort<true>, blocks);
+  }
+  void join(int64_t keys) {
+    work.keys = keys;
+    const int64_t tiles = ceil_div(work.nodes * (work.g.call.dv + 1), kThreads);
+    run(transform_join, work.g.call.heads * work.side[keys].panels * tiles);
+  }
+};
+
+template <class S, bool Slopes>
+void build(Sequence& sequence) {
+  using T = Arithmetic<S>;
+  const Work& work = sequence.work;
+  const int64_t heads = work.g.call.heads;
+  sequence.run(transform_range, heads * work.range_chunks);
+  sequence.run(transform_layout, heads);
+  sequence.sort(0);
+  sequence.sort(1);
+  sequence.run(transform_moments<S>, heads * work.side[1].segments);
+  sequence.join(1);
+  sequence.run(transform_core<T, Slopes>,
+               heads * work.side[0].panels * ceil_div(work.g.call.dv, CoreLanes<T>::kColumns));
+  sequence.run(transform_key_error, ceil_div(heads * work.side[0].panels * work.nodes, kThreads));
+  sequence.run(transform_certify, heads);
+}
+
+}  // namespace
+
+int transform_pieces(const Call& call, bool backward, int64_t* bytes) {
+  Gradient g{};
+  g.call = call;
+  Work work = plan(g);
+  return lay_out(work, backward, {nullptr, bytes, 0});
+}
+
+cudaError_t transform_forward(const Call& call, void* const* pieces, cudaStream_t stream) {
+  if (too_long(call)) return cudaErrorInvalidValue;
+  Gradient g{};
+  g.call = call;
+  Work work = plan(g);
+  lay_out(work, false, {pieces, nullptr, 0});
+  Sequence sequence{work, stream};
+  with_dtype(call.query.dtype, [&](auto zero) {
+    using S = decltype(zero);
+    build<S, false>(sequence);
+    sequence.run(transform_evaluate<S>, call.heads * work.side[0].segments);
+    return cudaSuccess;
+  });
+  return sequence.error == cudaSuccess ? direct_forward(work.g.call, stream) : sequence.error;
+}
+
+cudaError_t transform_backward(const Gradient& g, void* const* pieces, cudaStream_t stream) {
+  if (too_long(g.call)) return cudaErrorInvalidValue;
+  Work work = plan(g);
+  lay_out(work, true, {pieces, nullptr, 0});
+  Sequence sequence{work, stream};
+  const Call& call = work.g.call;
+  if (call.key_mask.data) {
+    // Masked keys are on no panel, so nobody would write their gradients.
+    const int64_t rows = call.heads * call.n_k, element = element_bytes(call.query.dtype);
+    if (rows > 0) {
+      sequence.error = cudaMemsetAsync(g.grad_key.data, 0, rows * element, stream);
+      if (sequence.error == cudaSuccess)
+        sequence.error = cudaMemsetAsync(g.grad_value.data, 0, rows * call.dv * element, stream);
+    }
+  }
+  with_dtype(call.query.dtype, [&](auto zero) {
+    using S = decltype(zero);
+    using T = Arithmetic<S>;
+    build<S, true>(sequence);
+    sequence.run(transform_query_gradient<S>, call.heads * work.side[0].segments);
+    sequence.join(0);
+    sequence.run(transform_pull, ceil_div(call.heads * work.side[0].panels * work.nodes, kWarps));
+    sequence.run(transform_key_tables<T>,
+                 call.heads * work.side[1].panels * ceil_div(call.dv, CoreLanes<T>::kColumns));
+    sequence.run(transform_key_gradient<S>, call.heads * work.side[1].segments);
+    return cudaSuccess;
+  });
+  return sequence.error == cudaSuccess ? direct_backward(work.g, stream) : sequence.error;
+}
+
+}  // namespace cuda
+}  // namespace boltzattn

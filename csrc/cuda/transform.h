@@ -1,0 +1,67 @@
+// The transform's workspace: what its kernels hand to each other in device memory. No torch.
+#pragma once
+
+#include "certificate.h"
+#include "cuda/problem.h"
+
+namespace boltzattn {
+namespace cuda {
+
+constexpr int kMostPanels = 1024;  // of an axis
+
+struct RangePart {
+  double t_min, t_max, s_min, s_max;
+  int64_t keys, at_max, at_min;  // where the largest and the smallest key stand
+  int64_t regular;               // all numbers finite, and the mask is no bias
+};
+
+struct HeadLayout {
+  Range range;
+  Layout layout;
+  int64_t end_key[2];  // the largest and the smallest key
+  int64_t usable;      // else the head goes to `direct`
+};
+
+// One axis, queries or keys. Arrays start with the head; `panels`, `segments` and `chunks` are what
+// there is room for, whatever the data: sizes follow from those of the call alone.
+struct Side {
+  int64_t n, panels, segments, chunks;
+  uint32_t* counts;         // [chunks][panels]: tokens of a chunk on a panel, then where they go
+  uint32_t* panel_start;    // [panels + 1]: tokens in the order of panels
+  uint32_t* segment_start;  // [panels + 1]: segments in that order
+  uint32_t* order;          // [n]: tokens
+  double* place;            // [n]: in [-1, 1] on the panel, in that order
+  double* node;             // [panels][nodes]: t, or s - middle
+  double* partial;          // [segments][nodes][dv + 1]
+  double* sums;             // [panels][nodes][dv + 1]
+};
+
+struct Work {
+  Gradient g;
+  int64_t nodes, range_chunks;
+  double precision;
+  int64_t keys;  // the side a kernel is to work on: 0 queries, 1 keys
+  Side side[2];
+  RangePart* parts;    // [range_chunks]
+  HeadLayout* heads;   // [1]
+  double* basis;       // [2][nodes]: Chebyshev nodes and factors of the Lagrange basis
+  double* centre;      // [2][dv]: values of the end keys
+  double* extremes;    // [key panels][2][kEllipses]
+  double* log_factor;  // [kEllipses]
+  double* decay;       // [kLastCoefficients][nodes]
+  void* table;         // [query nodes][dv] in T: F, or F' for backward
+  double* last;        // [query nodes]: log Z, or the mean key from the reference for backward
+  double* inverse_z;   // [query nodes]
+  double* key_error;   // [query nodes]
+  double* node_out;    // backward: [query nodes][dv], F - centre
+  double* pull;        // backward: [2][query nodes]
+  void* value_table;   // backward: [key nodes][dv] in T
+  void* slope_table;   // backward: [key nodes][dv] in T
+  double* slope_last;  // backward: [key nodes]
+  double* bounds;      // [query panels][column tiles][2]: largest |F|, query-side error
+  double* report;      // [7]: as TransformReport of cpu/isa.h
+  int32_t* served;     // [1]
+};
+
+}  // namespace cuda
+}  // namespace boltzattn

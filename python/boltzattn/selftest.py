@@ -1,0 +1,191 @@
+"""`python -m boltzattn.selftest`: every backend and method on this machine's devices, against fp64.
+
+Prints one table to paste into an issue: what ran, how far it was from dense softmax in fp64, and
+how long it took; before that what cannot run, and why. The exit status is 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import boltzattn
+from boltzattn import backends, info, ops
+
+# What `transform` certifies, relative to the largest magnitude; `direct` is well within it too.
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 2e-5,  # gradients are sums of many terms
+    torch.bfloat16: 8 / 256,
+    torch.float16: 8 / 2048,
+}
+HEADS, LENGTH, DV = 4, 2048, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: its rank and what is special about it."""
+
+    rank: int
+    is_causal: bool = False
+    padded: bool = False
+
+    def __str__(self) -> str:
+        words = [f"rank {self.rank}"]
+        words += ["causal"] if self.is_causal else []
+        words += ["padded"] if self.padded else []
+        return ", ".join(words)
+
+
+CASES = (Case(1), Case(1, padded=True), Case(1, is_causal=True), Case(8))
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, case: Case, padding: Tensor) -> Tensor:
+    logits = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    if case.is_causal:
+        n = logits.shape[-1]
+        above = torch.ones(n, n, dtype=torch.bool, device=logits.device).triu(1)
+        logits = logits.masked_fill(above, -torch.inf)
+    if case.padded:
+        logits = logits.masked_fill(padding, -torch.inf)
+    return logits.softmax(-1) @ value
+
+
+def _relative(actual: Tensor, truth: Tensor) -> float:
+    error = (actual.double() - truth).abs().max() / truth.abs().max()
+    return float(error.nan_to_num(nan=torch.inf))
+
+
+def _milliseconds(run: Callable[[], object], device: str, repeats: int = 5) -> float:
+    """The median time of a call, waiting for the device before and after."""
+
+    def wait() -> None:
+        if device != "cpu":
+            torch.accelerator.synchronize()
+
+    times = []
+    for _ in range(repeats + 1):
+        wait()
+        start = time.perf_counter()
+        run()
+        wait()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[1:])  # the first warms up
+
+
+def devices() -> list[str]:
+    """The CPU, and the accelerator torch can use."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if found is None else ["cpu", found.type]
+
+
+def rows(length: int = LENGTH, dtypes: tuple[torch.dtype, ...] = backends.DTYPES) -> Iterator[str]:
+    """The lines of the table; a line that starts with FAIL or ERROR is a fault."""
+    for device in devices():
+        for dtype in dtypes:
+            for case in CASES:
+                yield from _case_rows(device, dtype, case, length)
+
+
+def _case_rows(device: str, dtype: torch.dtype, case: Case, length: int) -> Iterator[str]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(HEADS, length, case.rank)] * 2 + [(HEADS, length, DV)] * 2
+    query, key, value, grad = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        for shape in shapes
+    )
+    padding = (torch.rand(length, generator=generator) > 0.75).to(device)
+    doubles = [x.double().requires_grad_() for x in (query, key, value)]
+    truth = _dense(doubles[0], doubles[1], doubles[2], case, padding)
+    truths = (truth.detach(), *torch.autograd.grad(truth, doubles, grad.double()))
+    request = ops.request_of(
+        query, key, value, None, padding if case.padded else None, 0.0, case.is_causal
+    )
+    kind = f"{device:<5} {str(dtype).removeprefix('torch.'):<9} {case!s:<15}"
+    for method in boltzattn.METHODS:
+        if backends.method_why_not(request, method):
+            continue
+        for backend in boltzattn.BACKENDS.values():
+            if backend.why_not(request, method):
+                continue
+            name = f"{method:<10} {backend.name:<10}"
+            try:
+                yield _measure(
+                    kind + name,
+                    (query, key, value, grad),
+                    truths,
+                    case,
+                    padding,
+                    method,
+                    backend.name,
+                )
+            except Exception as error:  # a report must come to its end
+                yield f"ERROR {kind}{name} {type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def _measure(
+    label: str,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    truths: tuple[Tensor, ...],
+    case: Case,
+    padding: Tensor,
+    method: str,
+    backend: str,
+) -> str:
+    *inputs, grad = tensors
+    variables = [x.detach().requires_grad_() for x in inputs]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return boltzattn.attention(
+            query,
+            key,
+            value,
+            is_causal=case.is_causal,
+            key_padding_mask=padding if case.padded else None,
+            method=method,
+            backend=backend,
+        )
+
+    def both() -> tuple[Tensor, ...]:
+        out = attend(*variables)
+        return out.detach(), *torch.autograd.grad(out, variables, grad)
+
+    errors = [_relative(x, truth) for x, truth in zip(both(), truths, strict=True)]
+    device = inputs[0].device.type
+    forward = _milliseconds(lambda: attend(*inputs), device)
+    total = _milliseconds(both, device)
+    verdict = "ok   " if max(errors) <= TOLERANCE[inputs[0].dtype] else "FAIL "
+    return f"{verdict} {label} {errors[0]:8.1e} {max(errors[1:]):8.1e} {forward:9.3f} {total:9.3f}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m boltzattn.selftest", description=__doc__)
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a head")
+    options = parser.parse_args(arguments)
+    print(info.report())
+    if len(devices()) == 1:
+        print("no accelerator: torch sees none, so only the CPU is tested")
+    elif torch.cuda.is_available():
+        print(f"accelerator: {torch.cuda.get_device_name()}")
+    print(f"{HEADS} heads, {options.length} tokens, dv {DV}; errors relative to the largest value")
+    print(
+        f"{'':6}{'device':<5} {'dtype':<9} {'call':<15}{'method':<10} {'backend':<10} "
+        f"{'out':>8} {'grads':>8} {'fwd ms':>9} {'both ms':>9}"
+    )
+    faults = 0
+    for row in rows(options.length):
+        print(row, flush=True)
+        faults += row.startswith(("FAIL", "ERROR"))
+    print(f"{faults} faults" if faults else "all ok")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

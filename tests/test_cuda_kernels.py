@@ -1,0 +1,255 @@
+"""The CUDA kernels, executed: nvcc's PTX for sm_80 runs in ptxrun, launched by the real launchers.
+
+Checked besides the numbers: bounds of every tensor and workspace (gaps of strided views too),
+races and uninitialised reads in shared memory, and blocks that touch the same global memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from boltzattn.reference import dropout_keep
+from covering import pairwise
+from cuda_launch import Machine, backward, forward, project
+from errors import assert_accurate
+from oracle import eagers, magnitudes, oracle
+from torch import Tensor
+
+pytestmark = pytest.mark.nvcc
+
+HEADS = 2
+SEED = torch.tensor([12345678901, -987654321])
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Problem(NamedTuple):
+    """A call in canonical form, and the same call for the oracle."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]
+    grads: tuple[Tensor, Tensor]
+    options: tuple[Any, ...]  # attn_mask .. is_causal
+    call: dict[str, Any]
+
+
+def strided(x: Tensor, how: str) -> Tensor:
+    """The same numbers elsewhere: with gaps, with rows and columns exchanged, or as they are."""
+    if how == "gaps":
+        rows, columns = x.shape[-2:]
+        return x.new_empty(*x.shape[:-2], rows * 2, columns + 3)[..., ::2, 1:-2].copy_(x)
+    if how == "transposed":
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return x
+
+
+def problem(
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    dv: int,
+    rank: int = 1,
+    mask: str = "none",
+    dropout: float = 0.0,
+    strides: str = "dense",
+    scale: float = 0.7,
+) -> Problem:
+    n_q, n_k = sizes
+    query, key, value, grad_out = (
+        strided(torch.randn(HEADS, n, width).to(dtype), strides)
+        for n, width in ((n_q, rank), (n_k, rank), (n_k, dv), (n_q, dv))
+    )
+    grad_lse = torch.randn(HEADS, n_q, dtype=torch.float64)
+    call: dict[str, Any] = {"scale": scale}
+    attn_mask = key_mask = seed = None
+    if mask == "causal":
+        call["is_causal"] = True
+    elif mask == "bool":
+        attn_mask = call["attn_mask"] = torch.rand(HEADS, n_q, n_k) > 0.3
+        attn_mask[:, -1] = False  # a query that may attend to nothing
+    elif mask == "bias":
+        attn_mask = torch.randn(HEADS, n_k, n_q).to(dtype).transpose(-1, -2)
+        call["attn_mask"] = attn_mask
+    elif mask in ("padding", "infinite", "key bias"):
+        padding = torch.rand(n_k) > 0.6
+        if mask == "infinite":
+            padding = torch.zeros(n_k).masked_fill(padding, -math.inf).to(dtype)
+        elif mask == "key bias":
+            padding = torch.randn(n_k).to(dtype)
+        call["key_padding_mask"] = padding
+        key_mask = padding.expand(HEADS, n_k)
+    if dropout:
+        seed = SEED
+        call["dropout_p"] = dropout
+        call["keep"] = dropout_keep(SEED, slice(0, n_q), n_k, dropout)
+    options = (attn_mask, key_mask, seed, scale, dropout, mask == "causal")
+    return Problem((query, key, value), (grad_out, grad_lse), options, call)
+
+
+def assert_runs(method: str, p: Problem, **options: Any) -> tuple[Machine, Machine]:
+    """Forward and backward obey the error rule and every check of the machine."""
+    ahead, back = Machine(**options), Machine(**options)
+    out, lse = forward(method, ahead, *p.tensors, *p.options)
+    grads = backward(method, back, *p.grads, *p.tensors, out, lse, *p.options)
+    lse = lse if out.dtype == torch.float64 else lse.float()
+    names = ("out", "lse", "grad_query", "grad_key", "grad_value")
+    arguments = (*p.tensors, *p.grads)
+    assert_accurate(
+        dict(zip(names, (out, lse, *grads), strict=True)),
+        oracle(*arguments, **p.call)._asdict(),
+        eagers(*arguments, **p.call),
+        magnitudes=magnitudes(*arguments, **p.call),
+        method=method,
+    )
+    return ahead, back
+
+
+def few_and_rest(cases: list[dict[str, Any]], few: int) -> list[Any]:
+    """The first cases for every run, all of them for the full one."""
+    return [
+        pytest.param(
+            case,
+            id="-".join(str(x).removeprefix("torch.") for x in case.values()),
+            marks=[pytest.mark.full] if number >= few else [],
+        )
+        for number, case in enumerate(cases)
+    ]
+
+
+DIRECT = pairwise(
+    {
+        "dtype": DTYPES,
+        "sizes": ((33, 70), (1, 1), (130, 40), (5, 131)),
+        "dv": (64, 1, 5, 16, 70),
+        "rank": (1, 3, 8, 16, 20),
+        "mask": ("none", "causal", "bool", "bias", "padding", "key bias"),
+        "dropout": (0.0, 0.3),
+        "strides": ("dense", "gaps", "transposed"),
+    }
+)
+TRANSFORM = pairwise(
+    {
+        "dtype": DTYPES,
+        "sizes": ((70, 150), (1, 40), (530, 30), (30, 530)),
+        "dv": (64, 1, 5, 70),
+        "mask": ("none", "padding", "infinite", "key bias"),
+        "strides": ("dense", "gaps", "transposed"),
+    }
+)
+
+
+@pytest.mark.parametrize("case", few_and_rest(DIRECT, 8))
+def test_direct(case: dict[str, Any]) -> None:
+    assert_runs("direct", problem(**case))
+
+
+@pytest.mark.parametrize("case", few_and_rest(TRANSFORM, 4))
+def test_transform(case: dict[str, Any]) -> None:
+    ahead, back = assert_runs("transform", problem(**case, scale=0.25))
+    served = case["mask"] != "key bias"  # which is a case for `direct`
+    assert (ahead.report[:, 0] == served).all()
+    assert (back.report[:, 0] == served).all()
+
+
+def test_long_rows_are_summed_in_spans() -> None:
+    """More keys than a running fp32 sum takes: totals go through global memory."""
+    p = problem(torch.float32, (3, 4200), 3)
+    machine = Machine()
+    out, _ = forward("direct", machine, *p.tensors, *p.options)
+    truth = oracle(*p.tensors, *p.grads, **p.call).out
+    assert_accurate({"out": out}, {"out": truth}, (), magnitudes={"out": 1.0})
+
+
+@pytest.mark.parametrize("keys", ["equal", "one of a kind", "nan value", "all masked", "zero"])
+def test_transform_of_odd_heads(keys: str) -> None:
+    """Served by the transform or handed to `direct`, but right either way."""
+    p = problem(torch.float32, (20, 60), 4, scale=0.5)
+    query, key, value = p.tensors
+    options, call = list(p.options), dict(p.call)
+    if keys == "equal":
+        key[:] = 1.5
+    elif keys == "one of a kind":
+        key[:] = 0.25
+        key[:, 17] = 3.0
+    elif keys == "nan value":
+        value[0, 3, 1] = math.nan
+    elif keys == "all masked":
+        options[1] = torch.ones(60, dtype=torch.bool).expand(HEADS, 60)
+        call["key_padding_mask"] = options[1][0]
+    else:
+        query[:] = 0.0
+    machine = assert_runs("transform", Problem(p.tensors, p.grads, tuple(options), call))[0]
+    served = torch.tensor({"nan value": [0.0, 1.0], "all masked": [0.0, 0.0]}.get(keys, [1.0, 1.0]))
+    assert torch.equal(machine.report[:, 0], served.double())
+
+
+@pytest.mark.full
+def test_low_temperature() -> None:
+    """Many panels, and one key that takes all the weight."""
+    p = problem(torch.float32, (40, 300), 4, scale=40.0)
+    machine = assert_runs("transform", p)[0]
+    assert (machine.report[:, 0] == 1).all()
+    assert (machine.report[:, 3] > 10).all()
+
+
+def test_results_do_not_depend_on_the_order_of_blocks() -> None:
+    p = problem(torch.float32, (150, 40), 4, scale=0.25)
+    runs = [
+        forward("transform", Machine(seed=seed, schedule=schedule), *p.tensors, *p.options)
+        for seed, schedule in ((0, "lockstep"), (1, "warps"))
+    ]
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_bytes_of_the_token_passes() -> None:
+    """Forward moves little more than its inputs and outputs, the core (no n in it) aside."""
+    n, dv = 2048, 64
+    query, key = torch.randn(2, 1, n, 1).mul(0.3).unbind()
+    value = torch.randn(1, n, dv)
+    machine = Machine(racecheck=False, globalcheck=False, uninit="poison")
+    forward("transform", machine, query, key, value, None, None, None, 1.0, 0.0, False)
+    assert machine.report[0, 0] == 1
+    moved = 0
+    for result in machine.results:
+        if not any(name in result.kernel for name in ("core", "layout", "key_error", "certify")):
+            moved += result.bytes.get("ld.global", 0) + result.bytes.get("st.global", 0)
+    least = n * (4 + 4 + 4 * dv + 4 * dv + 8)
+    print(f"{moved / least:.2f} of the minimum")
+    assert moved <= 1.5 * least
+
+
+PROJECT = pairwise(
+    {
+        "dtype": DTYPES,
+        "sizes": ((2, 70), (1, 1), (1, 129)),
+        "columns": (64, 5, 300),
+        "outputs": (2, 9, 1),
+        "strides": ("dense", "gaps"),
+        "bias": (True, False),
+    }
+)
+
+
+@pytest.mark.parametrize("case", few_and_rest(PROJECT, 3))
+def test_project(case: dict[str, Any]) -> None:
+    (batch, n), columns, outputs, dtype = (
+        case[name] for name in ("sizes", "columns", "outputs", "dtype")
+    )
+    x = strided(torch.randn(batch, n, columns).to(dtype), case["strides"])
+    weight = strided(torch.randn(outputs, columns).to(dtype), case["strides"])
+    bias = torch.randn(outputs).to(dtype) if case["bias"] else None
+    out, extents = project(Machine(), x, weight, bias)
+    wide = (x.double(), weight.double(), None if bias is None else bias.double())
+    truth = torch.nn.functional.linear(*wide).transpose(1, 2)
+    eager = torch.nn.functional.linear(x, weight, bias).transpose(1, 2)
+    # Sums round in proportion to the sum of their terms' magnitudes.
+    size = torch.nn.functional.linear(*(None if y is None else y.abs() for y in wide)).max().item()
+    assert_accurate({"out": out}, {"out": truth}, [{"out": eager}], magnitudes={"out": size})
+    low, high = out.double().min(-1), out.double().max(-1)
+    assert torch.equal(extents[..., 0], low.values)
+    assert torch.equal(extents[..., 1], high.values)
+    for at, values in ((extents[..., 2], low.values), (extents[..., 3], high.values)):
+        assert torch.equal(out.double().gather(-1, at.long()[..., None])[..., 0], values)
+    assert (extents[..., 4] == n).all()
+    assert (extents[..., 5] == 1).all()
