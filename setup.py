@@ -1,19 +1,21 @@
 """Builds boltzattn. What it knows: compilers, flags and the ABI; everything else is pyproject.toml.
 
-With torch importable (`pip install --no-build-isolation .`) two extensions are built against
-torch's stable ABI: `_C`, the CPU kernels, and, where a CUDA toolkit is found, `_C_cuda`. They are
-two because one linked to CUDA would not load under a CPU torch. Whether a GPU is present plays no
-role. Without torch or without a compiler the Python package is installed alone and says so; it then
-runs on the reference backend.
+Where torch is installed two extensions are built against its stable ABI: `_C`, the CPU kernels,
+and, where a CUDA toolkit is found, `_C_cuda`. They are two because one linked to CUDA would not load
+under a CPU torch. Whether a GPU is present plays no role. Without torch or without a compiler the
+Python package is installed alone and says so (pip shows it with -v); it then runs on the reference
+backend.
 
 Environment: BOLTZATTN_CUDA=1 makes a missing toolkit or a failed CUDA build an error, =0 skips it;
 TORCH_CUDA_ARCH_LIST names the architectures; CUDA_HOME the toolkit; MAX_JOBS limits the compilers
 that run at once.
 """
 
+import importlib.util
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -125,14 +127,25 @@ def compile_cuda(toolkit: Path, sources: list[str], depends: list[str], folder: 
         return list(pool.map(compile_one, sources))
 
 
+def look_beyond_isolation() -> None:
+    """Let a plain `pip install .` find the torch of the environment that it installs into.
+
+    pip builds in an environment of its own; to require torch there would fetch it a second time,
+    and perhaps another one.
+    """
+    if importlib.util.find_spec("torch") is None:
+        sys.path += [*site.getsitepackages(), site.getusersitepackages()]
+
+
 def extensions_and_commands() -> tuple[list[Extension], dict]:
+    look_beyond_isolation()
     try:
         import torch
         from torch.utils.cpp_extension import BuildExtension, include_paths
     except ImportError:
         shout(
             "torch is not importable, so NO C++ EXTENSION IS BUILT and attention will be slow; "
-            "install torch first, then: pip install --no-build-isolation ."
+            "install torch first, then this package again"
         )
         return [], {}
 

@@ -147,17 +147,21 @@ inline Layout choose_layout(const Range& range, int64_t n_q, int64_t n_k, int64_
   return best;
 }
 
-BOLTZATTN_HD double query_node(const Layout& layout, int panel, int i) {
+// The query at `place` in [-1, 1] on a panel.
+BOLTZATTN_HD double query_at(const Layout& layout, int panel, double place) {
   const Axis& axis = layout.query;
-  return layout.tau *
-         ::sinh(axis.origin + axis.half * (2 * panel + 1 + chebyshev_node(axis.nodes, i)));
+  return layout.tau * ::sinh(axis.origin + axis.half * (2 * panel + 1 + place));
 }
-
-// A key node, measured from layout.middle.
-BOLTZATTN_HD double key_node(const Layout& layout, int panel, int i) {
+// The key at `place` on a panel, measured from layout.middle.
+BOLTZATTN_HD double key_at(const Layout& layout, int panel, double place) {
   const Axis& axis = layout.key;
-  return layout.radius *
-         ::tanh(axis.origin + axis.half * (2 * panel + 1 + chebyshev_node(axis.nodes, i)));
+  return layout.radius * ::tanh(axis.origin + axis.half * (2 * panel + 1 + place));
+}
+BOLTZATTN_HD double query_node(const Layout& layout, int panel, int i) {
+  return query_at(layout, panel, chebyshev_node(layout.query.nodes, i));
+}
+BOLTZATTN_HD double key_node(const Layout& layout, int panel, int i) {
+  return key_at(layout, panel, chebyshev_node(layout.key.nodes, i));
 }
 
 // The key that logits of a query panel are measured from: the one with the largest weight. On the

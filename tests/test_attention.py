@@ -126,7 +126,7 @@ def _cases(ranks: tuple[int, ...]) -> list[Case]:
 CASES = list(dict.fromkeys([*_cases(RANKS), *_cases((1,))]))
 
 
-def _call(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
+def call_of(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     """Tensors (with the incoming gradients) and keywords of the case."""
     generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
 
@@ -146,7 +146,7 @@ def _call(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     [pytest.param(c, s, id=f"{c}-{s}") for c in CASES for s in c.servers()],
 )
 def test_against_the_oracle(case: Case, server: Server) -> None:
-    tensors, call = _call(case)
+    tensors, call = call_of(case)
     assert_attention(server, *tensors, **call)
 
 
@@ -159,7 +159,7 @@ def _instruction_sets() -> list[str]:
 @pytest.mark.parametrize("case", CASES[::4], ids=str)
 def test_every_instruction_set(case: Case, isa: str) -> None:
     """Also the kernels of lesser processors than the one at hand."""
-    tensors, call = _call(case)
+    tensors, call = call_of(case)
     extension().force_isa(isa)
     try:
         assert_attention(Server("direct", "cpu"), *tensors, **call)
@@ -171,7 +171,7 @@ def test_every_instruction_set(case: Case, isa: str) -> None:
 @pytest.mark.parametrize("rank", [1, 3])
 def test_auto_is_the_plan_it_explains(rank: int, mask: str) -> None:
     case = Case(65, 63, rank, 3, torch.float32, (2, 2), mask, None, False)
-    tensors, call = _call(case)
+    tensors, call = call_of(case)
     query, key, value, grad_out = tensors
     first_line = boltzattn.explain(query, key, value, **call).splitlines()[0]
     method, backend = first_line.removeprefix("method ").split(", backend ")
@@ -186,7 +186,7 @@ def test_auto_is_the_plan_it_explains(rank: int, mask: str) -> None:
 def test_gradient_of_a_mask(mask: str) -> None:
     """Biases have gradients too; a row that sees nothing gives none, not even through lse."""
     case = Case(7, 5, 3, 4, torch.float64, (2, 2), mask, None, True)
-    (query, key, value, grad_out, grad_lse), call = _call(case)
+    (query, key, value, grad_out, grad_lse), call = call_of(case)
     (name, bias), *_ = ((n, x) for n, x in call.items() if isinstance(x, Tensor))
 
     def gradients(compute: Any) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import boltzattn
 import pytest
 import torch
+from boltzattn import reference
 from check import run
 from errors import assert_accurate
 from oracle import EAGER_RUNS, dense, eagers, oracle
@@ -79,6 +80,28 @@ def test_gradgradcheck(call: dict[str, Any], server: Server) -> None:
     assert torch.autograd.gradgradcheck(function, _tensors())
 
 
+@pytest.mark.parametrize("server", ANY_RANK, ids=str)
+def test_gradgradcheck_in_blocks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of scores at a time and one in the last block."""
+    monkeypatch.setattr(reference, "SCORES_PER_BLOCK", 2 * 6)
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return boltzattn.attention(*tensors, is_causal=True, **server.ask, return_lse=True)
+
+    assert torch.autograd.gradgradcheck(function, _tensors())
+
+
+@pytest.mark.parametrize("server", ANY_RANK, ids=str)
+@pytest.mark.parametrize(("n_q", "n_k"), [(0, 6), (5, 0)])
+def test_double_backward_of_nothing(n_q: int, n_k: int, server: Server) -> None:
+    tensors = _tensors(n_q=n_q, n_k=n_k)
+    out, lse = boltzattn.attention(*tensors, **server.ask, return_lse=True)
+    out_sum = out.sum() + lse.masked_fill(lse.isinf(), 0.0).sum()
+    grads = torch.autograd.grad(out_sum, tensors, create_graph=True)
+    again = torch.autograd.grad(sum(g.square().sum() for g in grads), tensors)
+    _same(again, tuple(torch.zeros_like(x) for x in tensors))
+
+
 @pytest.mark.parametrize("server", PLAIN, ids=str)
 def test_gradcheck_at_rank_1(server: Server) -> None:
     tensors = _tensors(n_q=7, n_k=9, rank=1)
@@ -94,8 +117,9 @@ def test_only_the_gradients_that_are_wanted(wanted: tuple[int, ...], server: Ser
     everything = run(server, *tensors, torch.ones(2, 5, 3, dtype=torch.float64))[2:]
     some = [x.requires_grad_(i in wanted) for i, x in enumerate(tensors)]
     boltzattn.attention(*some, **server.ask).sum().backward()
-    for i, x in enumerate(some):
-        _same(x.grad, everything[i] if i in wanted else None)
+    assert [x.grad is not None for x in some] == [i in wanted for i in range(3)]
+    for i in wanted:
+        _same(some[i].grad, everything[i])
 
 
 @pytest.mark.parametrize("server", PLAIN, ids=str)
@@ -156,7 +180,11 @@ def test_autocast_leaves_fp64_alone(server: Server) -> None:
     tensors = _tensors(2)
     with torch.autocast("cpu", torch.bfloat16):
         out = boltzattn.attention(*tensors, **server.ask)
-    _same(out, boltzattn.attention(*tensors, **server.ask))
+        grads = torch.autograd.grad(out.sum(), tensors)
+    assert {x.dtype for x in (out, *grads)} == {torch.float64}
+    expected = boltzattn.attention(*tensors, **server.ask)
+    _same(out, expected)
+    _same(grads, torch.autograd.grad(expected.sum(), tensors))
 
 
 @pytest.mark.parametrize("server", ANY_RANK, ids=str)
@@ -289,7 +317,9 @@ def test_compile_with_inductor() -> None:
     def layer(query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> Tensor:
         return boltzattn.attention(query, key, value * 2, key_padding_mask=padding) * 3
 
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    compilations = []
     for n in (70, 33):
         tensors = _tensors(2, 2, n_q=n, n_k=n, dtype=torch.float32)
         padding = torch.rand(2, n) < 0.3
@@ -297,6 +327,8 @@ def test_compile_with_inductor() -> None:
             _with_gradients(lambda *x, p=padding: compiled(*x, p), tensors),
             _with_gradients(lambda *x, p=padding: layer(*x, p), tensors),
         )
+        compilations.append(counter.frame_count)
+    assert compilations[0] == compilations[1] > 0
 
 
 def test_compile_follows_use_backend_and_use_method() -> None:
@@ -343,6 +375,9 @@ def test_export_round_trip(dynamic: bool, server: Server) -> None:
     n_q, n_k = torch.export.Dim("n_q", min=2), torch.export.Dim("n_k", min=2)
     shapes = ({1: n_q}, {1: n_k}, {1: n_k}) if dynamic else None
     program = torch.export.export(_Module(layer), tensors, dynamic_shapes=shapes)
+    # The operator itself is in the graph, not what it does for these sizes.
+    targets = [node.target for node in program.graph.nodes]
+    assert targets.count(torch.ops.boltzattn.forward.default) == 1
     stored = io.BytesIO()
     torch.export.save(program, stored)
     stored.seek(0)
@@ -435,10 +470,14 @@ def test_vmap_of_grad(server: Server) -> None:
     _same(together, grad(loss, (0, 1, 2))(*tensors))
 
 
-@pytest.mark.parametrize("server", ANY_RANK, ids=str)
-def test_hessian_by_torch_func(server: Server) -> None:
-    """grad of grad, and a Jacobian of it by vmap: reverse over reverse."""
-    tensors = [x.detach() for x in _tensors(n_q=2, n_k=3, dtype=torch.float32)]
+@pytest.mark.parametrize("server", PLAIN, ids=str)
+@pytest.mark.parametrize("scores_per_block", [reference.SCORES_PER_BLOCK, 3])
+def test_hessian_by_torch_func(
+    scores_per_block: int, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """grad of grad, and a Jacobian of it by vmap: reverse over reverse, in one block or a few."""
+    monkeypatch.setattr(reference, "SCORES_PER_BLOCK", scores_per_block)
+    tensors = [x.detach() for x in _tensors(n_q=2, n_k=3, rank=1, dtype=torch.float32)]
 
     def hessian(attend: Callable[..., Tensor], query: Tensor, *rest: Tensor) -> dict[str, Tensor]:
         def loss(query: Tensor) -> Tensor:
@@ -455,6 +494,27 @@ def test_hessian_by_torch_func(server: Server) -> None:
         (hessian(lambda *x, i=i: dense(*x, order=i)[0], *tensors) for i in range(EAGER_RUNS)),
         method=server.method,
     )
+
+
+@pytest.mark.parametrize("server", PLAIN, ids=str)
+def test_a_third_derivative_raises(server: Server) -> None:
+    """In autograd and in torch.func; a wrong number would be worse."""
+    query, key, value = (x.detach() for x in _tensors(rank=1))
+
+    def loss(query: Tensor) -> Tensor:
+        return boltzattn.attention(query, key, value, **server.ask).square().sum()
+
+    def slope(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return grad(lambda query: function(query).sum())
+
+    with pytest.raises(RuntimeError, match="third"):
+        slope(slope(slope(loss)))(query)
+
+    query.requires_grad_()
+    first = torch.autograd.grad(loss(query), query, create_graph=True)[0]
+    second = torch.autograd.grad(first.square().sum(), query, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="third"):
+        second.sum().backward()
 
 
 def test_use_backend_is_a_matter_of_one_thread() -> None:

@@ -76,13 +76,15 @@ def _first_now_others_in_full(candidates: list[Server]) -> list[Any]:
     ]
 
 
-@pytest.mark.full  # the allocator's fragments weigh as much as the tensors: see CHANGELOG
 @pytest.mark.parametrize(
     "server", _first_now_others_in_full(servers(facts(n_q=N, n_k=N, rank=1, dv=4)))
 )
 def test_double_backward_holds_no_scores(server: Server) -> None:
-    """Less than one score matrix, of which plain double backward holds about ten."""
-    assert peak_of(DOUBLE_BACKWARD, server, rank=1, dv=4) < SCORES
+    """A quarter of one score matrix, of which plain double backward holds about ten.
+
+    Blocks of scores, a dozen at once, are 50 MB of it, and what the allocator keeps as much again.
+    """
+    assert peak_of(DOUBLE_BACKWARD, server, rank=1, dv=4) < SCORES // 4
 
 
 @pytest.mark.parametrize(

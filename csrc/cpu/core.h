@@ -2,7 +2,7 @@
 // and bounds of the interpolation errors on both. No token appears here, so all of it is fp64.
 // Included inside an ISA's namespace. docs/transform.md derives the bounds.
 
-constexpr double kNegligible = -80;  // exponent below which a key node adds nothing
+constexpr double kNegligible = -80;  // exponent below which a panel of key nodes adds nothing
 
 BOLTZATTN_INLINE double larger_of(double a, double b) {
   return a > b ? a : b;
@@ -33,34 +33,56 @@ struct Nodes {
   explicit Nodes(const Layout& layout)
       : query(int64_t(layout.query.panels) * layout.query.nodes),
         key(int64_t(layout.key.panels) * layout.key.nodes) {
+    double place[kMostNodes];
+    for (int i = 0; i < layout.query.nodes; ++i) place[i] = chebyshev_node(layout.query.nodes, i);
     for (int k = 0; k < layout.query.panels; ++k)
       for (int i = 0; i < layout.query.nodes; ++i)
-        query.data[k * layout.query.nodes + i] = query_node(layout, k, i);
+        query.data[k * layout.query.nodes + i] = query_at(layout, k, place[i]);
+    for (int b = 0; b < layout.key.nodes; ++b) place[b] = chebyshev_node(layout.key.nodes, b);
     for (int k = 0; k < layout.key.panels; ++k)
       for (int b = 0; b < layout.key.nodes; ++b)
-        key.data[k * layout.key.nodes + b] = key_node(layout, k, b);
+        key.data[k * layout.key.nodes + b] = key_at(layout, k, place[b]);
   }
 
-  // E[i][b] = exp(t_i (s_b - reference)) for the nodes of one query panel and one key panel; false
-  // if all of them are negligible.
-  bool kernel(const Layout& layout, int64_t query_panel, int64_t key_panel, double* e) const {
+  // Whether some exp(t_i (s_b - reference)) on this pair of panels is not negligible. A linear
+  // function of s for each t, so the largest exponent lies at an end of both.
+  bool matters(const Layout& layout, int64_t query_panel, int64_t key_panel) const {
     const int p = layout.query.nodes, q = layout.key.nodes;
     const double* t = query.data + query_panel * p;
     const double* s = key.data + key_panel * q;
     const double reference = reference_key(layout, int(query_panel)) - layout.middle;
-    // A linear function of s for each t, so its largest value lies at an end of both.
     double top = -INFINITY;
     for (const double x : {t[0], t[p - 1]})
       for (const double y : {s[0], s[q - 1]}) top = larger_of(top, x * (y - reference));
-    if (top < kNegligible) return false;
+    return top >= kNegligible;
+  }
+
+  // E[i][b] = exp(t_i (s_b - reference)) for the nodes of a pair of panels, rows `row` apart.
+  void kernel(const Layout& layout, int64_t query_panel, int64_t key_panel, double* e,
+              int64_t row) const {
+    const int p = layout.query.nodes, q = layout.key.nodes;
+    const double* t = query.data + query_panel * p;
+    const double* s = key.data + key_panel * q;
+    const double reference = reference_key(layout, int(query_panel)) - layout.middle;
     for (int i = 0; i < p; ++i) {
       const double x = t[i] * kLog2e;
       for (int b = 0; b < q; b += kLanes<double>)
-        store(e + i * kMostNodes + b, exp2_of((load(s + b) - reference) * x));
+        store(e + i * row + b, exp2_of((load(s + b) - reference) * x));
     }
-    return true;
   }
 };
+
+// Panels whose products are taken together: long sums cost less than many short ones.
+constexpr int kRun = 8;
+
+// Calls visit(first, count) for every run of at most kRun neighbouring panels that `matters`.
+template <class Matters, class Visit>
+static void for_runs(int64_t panels, Matters matters, Visit visit) {
+  for (int64_t first = 0, end; first < panels; first = end) {
+    for (end = first; end < panels && end - first < kRun && matters(end);) ++end;
+    end > first ? visit(first, end - first) : void(end = first + 1);
+  }
+}
 
 // The error of interpolating exp(t s(w)) on a key panel is at most 4 M rho^(1-q) / (rho - 1) for
 // every rho, M being its largest modulus on the Bernstein ellipse of rho. Here are the logarithm of
@@ -76,29 +98,38 @@ struct Ellipses {
     for (int r = 0; r < kEllipses; ++r) {
       const double height = kKeyStrip * (r + 1) / kEllipses;
       const double rho = bernstein_rho(height, axis.half);
-      const double reach = ::sqrt(axis.half * axis.half + height * height);
       log_factor[r] = ::log(4 / (rho - 1)) + (1 - axis.nodes) * ::log(rho);
+      const Boxes boxes(::sqrt(axis.half * axis.half + height * height), height);
       for (int k = 0; k < axis.panels; ++k) {
         const double centre = axis.origin + axis.half * (2 * k + 1);
-        up.data[k * kEllipses + r] = layout.radius * highest(centre, reach, height);
-        down.data[k * kEllipses + r] = -layout.radius * highest(-centre, reach, height);
+        up.data[k * kEllipses + r] = layout.radius * boxes.highest(centre);
+        down.data[k * kEllipses + r] = -layout.radius * boxes.highest(-centre);
       }
     }
   }
 
   // Upper bound of Re tanh(w) on an ellipse. Re tanh(a + ib) = sinh 2a / (cosh 2a + cos 2b) grows
   // with a, and with b where a > 0; the quarter ellipse is covered by boxes.
-  static double highest(double centre, double reach, double height) {
-    constexpr int kBoxes = 4;
-    double most = -1;
-    for (int k = 0; k < kBoxes; ++k) {
-      const double a = centre + reach * ::cos(k * kPi / (2 * kBoxes));
-      const double b = height * ::sin((a > 0 ? k + 1 : 0) * kPi / (2 * kBoxes));
-      const double grown = ::exp(2 * a), shrunk = 1 / grown;
-      most = larger_of(most, (grown - shrunk) / (grown + shrunk + 2 * ::cos(2 * b)));
+  struct Boxes {
+    static constexpr int kBoxes = 4;
+    double grown[kBoxes], cosine[kBoxes];  // exp(2 reach_k), and cos 2b where a > 0
+
+    Boxes(double reach, double height) {
+      for (int k = 0; k < kBoxes; ++k) {
+        grown[k] = ::exp(2 * reach * ::cos(k * kPi / (2 * kBoxes)));
+        cosine[k] = ::cos(2 * height * ::sin((k + 1) * kPi / (2 * kBoxes)));
+      }
     }
-    return most;
-  }
+    double highest(double centre) const {
+      double most = -1;
+      const double shift = ::exp(2 * centre);
+      for (int k = 0; k < kBoxes; ++k) {
+        const double up = shift * grown[k], down = 1 / up;  // exp(2a), exp(-2a)
+        most = larger_of(most, (up - down) / (up + down + 2 * (up > 1 ? cosine[k] : 1)));
+      }
+      return most;
+    }
+  };
 
   // Bound of the key-side error of Z at t, relative to Z; keys[panel] counts the keys there.
   double error(const Layout& layout, const double* keys, double t, double z,

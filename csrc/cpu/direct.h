@@ -93,14 +93,20 @@ struct TileMask {
   }
 };
 
-// scores -> unnormalised weights, in place; returns the factor for what was summed before.
+// The largest score of a row.
 template <class T>
-BOLTZATTN_INLINE T weigh_row(OnlineSoftmax<T>& state, T* row) {
+BOLTZATTN_INLINE T top_of_row(const T* row) {
   constexpr int L = kLanes<T>;
   Vec<T> top = load(row);
 #pragma GCC unroll 4
   for (int64_t j = L; j < kKeyBlock; j += L) top = larger<T>(load(row + j), top);
-  const T factor = state.raise(reduce_max<T>(top));
+  return reduce_max<T>(top);
+}
+
+// scores -> unnormalised weights, in place.
+template <class T>
+BOLTZATTN_INLINE void weigh_row(OnlineSoftmax<T>& state, T* row) {
+  constexpr int L = kLanes<T>;
   const T reference = state.reference();
   Vec<T> sum{};
 #pragma GCC unroll 4
@@ -110,7 +116,6 @@ BOLTZATTN_INLINE T weigh_row(OnlineSoftmax<T>& state, T* row) {
     sum += weight;
   }
   state.sum += double(reduce_sum<T>(sum));
-  return factor;
 }
 
 template <class T>
@@ -153,15 +158,18 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
       if (call.is_causal && row + here <= key) continue;
       score(here, call.rank, q + block * call.rank, k, scores);
       mask.apply(row, here, key, keys, scores);
+      // All maxima first: a row's weights would wait for its own, but not for its neighbour's.
       for (int64_t i = 0; i < here; ++i) {
-        const T factor = weigh_row(state[block + i], scores + i * kKeyBlock);
-        if (factor != T(1)) {
-          for (int64_t p = 0; p < sums.count(); ++p) {
-            const int64_t line = sums.offset(p) + (block + i) * kPanelWidth<T>;
-            for (int64_t c = line; c < line + kPanelWidth<T>; ++c) sum[c] *= factor;
-            for (int64_t c = line; c < line + kPanelWidth<T>; ++c) total[c] *= factor;
-          }
+        const T factor = state[block + i].raise(top_of_row(scores + i * kKeyBlock));
+        if (factor == T(1)) continue;
+        for (int64_t p = 0; p < sums.count(); ++p) {
+          const int64_t line = sums.offset(p) + (block + i) * kPanelWidth<T>;
+          for (int64_t c = line; c < line + kPanelWidth<T>; ++c) sum[c] *= factor;
+          for (int64_t c = line; c < line + kPanelWidth<T>; ++c) total[c] *= factor;
         }
+      }
+      for (int64_t i = 0; i < here; ++i) {
+        weigh_row(state[block + i], scores + i * kKeyBlock);
         if (dropout)
           dropout.apply(row + i, key, kKeyBlock, scores + i * kKeyBlock, scores + i * kKeyBlock);
       }
@@ -194,7 +202,7 @@ static void direct_forward(const Attention& call, int64_t first_head, int64_t he
   // Rows of one task share the packing of keys and values, so tasks are as large as threads can
   // share evenly. A row's result does not depend on the rows beside it.
   const int64_t even = ceil_div(heads * call.n_q, 4 * thread_count());
-  const int64_t rows = least(most(round_up(even, kRowBlock), kRowBlock), 4 * kRowBlock);
+  const int64_t rows = least(most(round_up(even, kRowBlock), kRowBlock), 12 * kRowBlock);
   const int64_t blocks = ceil_div(call.n_q, rows);
   parallel(heads * blocks, [&](int64_t task) {
     const int64_t h = first_head + task / blocks, first = task % blocks * rows;
@@ -267,6 +275,7 @@ static void row_norms(const Attention& call, int64_t h, int64_t first, int64_t r
     mask.start_keys(key, keys);
     score(rows, call.rank, q, k, scores);
     mask.apply(first, rows, key, keys, scores);
+    for (int64_t i = 0; i < rows; ++i) state[i].raise(top_of_row(scores + i * kKeyBlock));
     for (int64_t i = 0; i < rows; ++i) weigh_row(state[i], scores + i * kKeyBlock);
   }
   for (int64_t i = 0; i < rows; ++i)

@@ -53,16 +53,22 @@ static void gemm_rows(int vectors, int k, Strided<T> a, const T* b, int64_t b_ro
     gemm_tile<T, Rows, 1, Accumulate, Depth>(k, a, b + v * L, b_row, c + v * L, c_row);
 }
 
-// Rows of C in tiles as tall as the registers allow, the rest by halves.
-template <class T, bool Accumulate, int Rows = kTileRows>
+// Rows of C in tiles as tall as the registers allow, and the rest in tiles as even as can be: a
+// single row would wait for its own sums.
+template <class T, bool Accumulate>
 static void gemm(int64_t m, int64_t vectors, int64_t k, Strided<T> a, const T* b, int64_t b_row,
                  T* c, int64_t c_row) {
-  for (; m >= Rows; m -= Rows) {
+  auto advance = [&](auto rows) {
+    constexpr int Rows = decltype(rows)::value;
     gemm_rows<T, Rows, Accumulate, 0>(int(vectors), int(k), a, b, b_row, c, c_row);
     a.data += Rows * a.row;
     c += Rows * c_row;
-  }
-  if constexpr (Rows > 1) {
-    if (m > 0) gemm<T, Accumulate, Rows / 2>(m, vectors, k, a, b, b_row, c, c_row);
-  }
+    m -= Rows;
+  };
+  constexpr int kSmall = 4;  // with two vectors, as many sums as keep the units busy
+  while (m >= kTileRows && m != 2 * kSmall && m != 2 * kSmall - 1)
+    advance(std::integral_constant<int, kTileRows>());
+  while (m >= kSmall) advance(std::integral_constant<int, kSmall>());
+  while (m >= 2) advance(std::integral_constant<int, 2>());
+  if (m == 1) advance(std::integral_constant<int, 1>());
 }

@@ -7,16 +7,20 @@ template <>
 struct VectorOf<float> {
   typedef float type __attribute__((vector_size(BOLTZATTN_VECTOR_BYTES)));
   typedef int32_t bits __attribute__((vector_size(BOLTZATTN_VECTOR_BYTES)));
+  typedef uint32_t word __attribute__((vector_size(BOLTZATTN_VECTOR_BYTES)));
 };
 template <>
 struct VectorOf<double> {
   typedef double type __attribute__((vector_size(BOLTZATTN_VECTOR_BYTES)));
   typedef int64_t bits __attribute__((vector_size(BOLTZATTN_VECTOR_BYTES)));
+  typedef uint64_t word __attribute__((vector_size(BOLTZATTN_VECTOR_BYTES)));
 };
 template <class T>
 using Vec = typename VectorOf<T>::type;
 template <class T>
 using Bits = typename VectorOf<T>::bits;
+template <class T>
+using Word = typename VectorOf<T>::word;  // bits that may overflow
 template <class T>
 constexpr int kLanes = BOLTZATTN_VECTOR_BYTES / int(sizeof(T));
 
@@ -104,7 +108,7 @@ BOLTZATTN_INLINE Vec<float> exp2_of(Vec<float> x) {
   e = e * r + 2.4022650922288758e-1f;
   e = e * r + 6.9314720670283260e-1f;
   e = e * r + 1.0f;
-  const Vec<float> power = (Vec<float>)(((Bits<float>)shifted << 23) + (127 << 23));
+  const Vec<float> power = (Vec<float>)(((Word<float>)shifted << 23) + (127u << 23));
   return x < -126.0f ? Vec<float>{} : e * power;
 }
 BOLTZATTN_INLINE Vec<double> exp2_of(Vec<double> x) {
@@ -122,6 +126,6 @@ BOLTZATTN_INLINE Vec<double> exp2_of(Vec<double> x) {
   e = e * r + 2.4022650695910159567e-1;
   e = e * r + 6.9314718055994530925e-1;
   e = e * r + 1.0;
-  const Vec<double> power = (Vec<double>)(((Bits<double>)shifted << 52) + (int64_t(1023) << 52));
+  const Vec<double> power = (Vec<double>)(((Word<double>)shifted << 52) + (uint64_t(1023) << 52));
   return x < -1022.0 ? Vec<double>{} : e * power;
 }

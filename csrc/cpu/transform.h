@@ -48,7 +48,7 @@ BOLTZATTN_INLINE int most_key_nodes(DType dtype) {
 
 // Tokens of a chunk: enough chunks to share out.
 BOLTZATTN_INLINE int64_t chunk_of(int64_t n) {
-  return least(kChunk, most(512, round_up(ceil_div(n, 16), 256)));
+  return least(kChunk, most(512, round_up(ceil_div(n, 8), 256)));
 }
 
 template <class Body>
@@ -87,7 +87,7 @@ struct Transform {
         h(head),
         dv(a.dv),
         columns(a.value_columns),
-        row_size(round_up(a.dv + 1, kLanes<T>)),
+        row_size(round_up(a.dv + 1, kLanes<double>)),
         raw_size(round_up(a.value_columns + 1, kLanes<T>)) {}
 
   // 0: measured from the largest key, 1: from the smallest.
@@ -256,12 +256,13 @@ struct Transform {
     const int64_t table = int64_t(axis.panels) * nodes * size;
     const int64_t chunk = chunk_of(n), chunks = ceil_div(n, chunk);
     // Partial sums are kept within a few megabytes, whatever the layout.
-    const int64_t most_parts = most(4, least(64, (int64_t(1) << 20) / table));
+    const int64_t most_parts = most(4, least(64, (int64_t(1) << 18) / table));
     const int64_t per_part = ceil_div(chunks, least(chunks, most_parts));
     const int64_t parts = ceil_div(chunks, per_part);
     Buffer<double> partial(parts * table);
     Buffer<T> zero(kColumns);
     set_zero(zero.data, kColumns);
+    const int64_t row = block_row<T>(matrix_columns);
     const Lagrange<T> basis(nodes);
     parallel(parts, [&](int64_t part) {
       double* to = partial.data + part * table;
@@ -283,11 +284,11 @@ struct Transform {
                                [&](int64_t begin, int64_t width, const Ahead& ahead) {
                                  T *rows = pass.block[0], *sum = pass.block[1];
                                  gather(matrix, h, tile, begin, width,
-                                        keys ? raw_centre_of(panel) + begin : zero.data, rows);
-                                 sum_rows(nodes, tile.tokens, width, weight, rows, ahead, sum);
+                                        keys ? raw_centre_of(panel) + begin : zero.data, rows, row);
+                                 sum_rows(nodes, tile.tokens, width, weight, rows, row, ahead, sum);
                                  for (int a = 0; a < nodes; ++a)
                                    for (int64_t k = 0; k < width; ++k)
-                                     target[a * size + begin + k] += double(sum[a * kColumns + k]);
+                                     target[a * size + begin + k] += double(sum[a * row + k]);
                                  also(panel, tile, begin, width, weight, rows, sum);
                                });
                     if (keys || last)
@@ -398,8 +399,8 @@ struct Transform {
     if (slopes) node_slope.resize(query_nodes() * row_size);
     const int64_t per_task = 4;
     parallel(ceil_div(panels, per_task), [&](int64_t task) {
-      alignas(64) double e[kMostNodes * kMostNodes];
-      Buffer<double> scratch(Decay::kLast * row_size);
+      const int64_t e_row = kRun * q;
+      Buffer<double> e(p * e_row), scratch(Decay::kLast * row_size);
       for (int64_t panel = task * per_task; panel < least(panels, (task + 1) * per_task); ++panel) {
         const double reference = reference_key(layout, int(panel));
         const double* t = nodes.query.data + panel * p;
@@ -408,16 +409,22 @@ struct Transform {
         double* inverse = inverse_z.data + panel * p;
         set_zero(f, p * row_size);
         if (slopes) set_zero(slope, p * row_size);
-        for (int k = 0; k < layout.key.panels; ++k) {
-          if (!(keys_on.data[k] > 0.5) || !nodes.kernel(layout, panel, k, e)) continue;
-          const double* m = moments[end_of_query_panel(panel)].data + int64_t(k) * q * row_size;
-          gemm<double, true>(p, vectors, q, {e, kMostNodes, 1}, m, row_size, f, row_size);
-          if (!slopes || range.s_min == range.s_max) continue;  // equal keys: F is constant
-          const double* s = nodes.key.data + k * q;
+        auto matters = [&](int64_t k) {
+          return keys_on.data[k] > 0.5 && nodes.matters(layout, panel, k);
+        };
+        for_runs(layout.key.panels, matters, [&](int64_t first, int64_t count) {
+          for (int64_t k = 0; k < count; ++k)
+            nodes.kernel(layout, panel, first + k, e.data + k * q, e_row);
+          const double* m = moments[end_of_query_panel(panel)].data + first * q * row_size;
+          const Strided<double> left{e.data, e_row, 1};
+          gemm<double, true>(p, vectors, count * q, left, m, row_size, f, row_size);
+          if (!slopes || range.s_min == range.s_max) return;  // equal keys: F is constant
+          const double* s = nodes.key.data + first * q;
           for (int i = 0; i < p; ++i)
-            for (int b = 0; b < q; ++b) e[i * kMostNodes + b] *= s[b] - (reference - layout.middle);
-          gemm<double, true>(p, vectors, q, {e, kMostNodes, 1}, m, row_size, slope, row_size);
-        }
+            for (int64_t b = 0; b < count * q; ++b)
+              e.data[i * e_row + b] *= s[b] - (reference - layout.middle);
+          gemm<double, true>(p, vectors, count * q, left, m, row_size, slope, row_size);
+        });
         Bounds& bound = bounds.data[panel];
         bound = {0, 0, 0};
         for (int i = 0; i < p; ++i) {
@@ -577,6 +584,7 @@ struct Transform {
     const Write write = call.merge || !first_of_group()
                             ? Write::kBlend
                             : choose_write<T>(call.out, h, call.n_q, dv);
+    const int64_t row = block_row<T>(dv);
     const Lagrange<T> basis(p);
     const int64_t chunk = chunk_of(call.n_q);
     parallel(ceil_div(call.n_q, chunk), [&](int64_t task) {
@@ -592,8 +600,8 @@ struct Transform {
                              [&](int64_t begin, int64_t width, const Ahead& ahead) {
                                if (write != Write::kStream) ahead.template fetch<true>(0, 1);
                                spread_table(p, tile.tokens, width, weight, rows + begin, table.size,
-                                            pass.block[0]);
-                               scatter(pass.block[0], tile, begin, width, shares, call.out, h,
+                                            pass.block[0], row);
+                               scatter(pass.block[0], row, tile, begin, width, shares, call.out, h,
                                        write);
                              });
                 });

@@ -26,17 +26,17 @@ struct TransformGradient : Transform<T> {
   void query_gradients(double* node_gradient) {
     const int p = layout.query.nodes;
     const Table slopes(this->node_slope.data, row_size, this->query_nodes(), dv);
+    const int64_t row = block_row<T>(dv);
     Buffer<double> dt(call.n_q);
     this->sum_moments(
         false, g.grad_out, dv, g.grad_lse ? &g.grad_lse : nullptr, row_size, node_gradient,
         [&](int panel, const Tile& tile, int64_t begin, int64_t width, const T* weight,
             const T* rows, T* block) {
           const T* table = slopes.wide.data + int64_t(panel) * p * slopes.size;
-          spread_table(p, tile.tokens, width, weight, table + begin, slopes.size, block);
+          spread_table(p, tile.tokens, width, weight, table + begin, slopes.size, block, row);
           for (int64_t i = 0; i < tile.tokens; ++i) {
             double& sum = dt.data[tile.first + tile.order[i]];
-            sum = (begin == 0 ? 0 : sum) +
-                  double(dot(rows + i * kColumns, block + i * kColumns, width));
+            sum = (begin == 0 ? 0 : sum) + double(dot(rows + i * row, block + i * row, width));
           }
           if (begin + width < dv) return;
           alignas(64) T mean[kTile];
@@ -58,39 +58,45 @@ struct TransformGradient : Transform<T> {
   // ds_j = sum_a t_a E_aj / Z_a (dF_a . (v_j - F_a) + dlse_a).
   void key_tables(const double* node_gradient, double* value_table, double* slope_table) {
     const int p = layout.query.nodes, q = layout.key.nodes;
-    const int64_t vectors = row_size / kLanes<double>;
+    const int64_t vectors = row_size / kLanes<double>, rows = this->query_nodes();
     const Nodes nodes(layout);
+    // dF_a / Z_a, the same times t_a, and for either half of the keys the column of the latter that
+    // has no v_j in it.
+    Buffer<double> left(rows * row_size), scaled[2];
+    for (auto& s : scaled) s.resize(rows * row_size);
+    for (int64_t a = 0; a < rows; ++a) {
+      const double* gradient = node_gradient + a * row_size;
+      const double* f = this->node_out.data + a * row_size;
+      const double* from = this->centre_of(this->end_of_query_panel(a / p));
+      const double weight = this->inverse_z.data[a], t = nodes.query.data[a];
+      for (int64_t c = 0; c < row_size; ++c) left.data[a * row_size + c] = gradient[c] * weight;
+      for (int end = 0; end < 2; ++end) {
+        const double* own = this->centre_of(end);
+        double* to = scaled[end].data + a * row_size;
+        double pull = gradient[dv];
+        for (int64_t c = 0; c < dv; ++c) pull += gradient[c] * ((own[c] - from[c]) - f[c]);
+        for (int64_t c = 0; c < row_size; ++c) to[c] = left.data[a * row_size + c] * t;
+        to[dv] = pull * weight * t;
+      }
+    }
     parallel(layout.key.panels, [&](int64_t k) {
       double* values = value_table + k * q * row_size;
       double* slopes = slope_table + k * q * row_size;
       set_zero(values, q * row_size);
       set_zero(slopes, q * row_size);
-      const double* own = this->centre_of(this->end_of_key_panel(k));
-      Buffer<double> left(p * row_size), scaled(p * row_size);
-      alignas(64) double e[kMostNodes * kMostNodes];
-      for (int panel = 0; panel < layout.query.panels; ++panel) {
-        if (!nodes.kernel(layout, panel, k, e)) continue;
-        const double* t = nodes.query.data + panel * p;
-        const double* from = this->centre_of(this->end_of_query_panel(panel));
-        for (int i = 0; i < p; ++i) {
-          const int64_t a = int64_t(panel) * p + i;
-          const double* gradient = node_gradient + a * row_size;
-          const double* f = this->node_out.data + a * row_size;
-          const double inverse = this->inverse_z.data[a];
-          double pull = gradient[dv];
-          for (int64_t c = 0; c < row_size; ++c) {
-            left.data[i * row_size + c] = gradient[c] * inverse;
-            scaled.data[i * row_size + c] = gradient[c] * inverse * t[i];
-          }
-          for (int64_t c = 0; c < dv; ++c) pull += gradient[c] * ((own[c] - from[c]) - f[c]);
-          scaled.data[i * row_size + dv] = pull * inverse * t[i];
-        }
-        gemm<double, true>(q, vectors, p, {e, 1, kMostNodes}, left.data, row_size, values,
-                           row_size);
+      Buffer<double> e(kRun * p * q);
+      auto matters = [&](int64_t panel) { return nodes.matters(layout, panel, k); };
+      for_runs(layout.query.panels, matters, [&](int64_t first, int64_t count) {
+        for (int64_t panel = 0; panel < count; ++panel)
+          nodes.kernel(layout, first + panel, k, e.data + panel * p * q, q);
+        const int64_t from = first * p * row_size;
+        gemm<double, true>(q, vectors, count * p, {e.data, 1, q}, left.data + from, row_size,
+                           values, row_size);
         if (range.t_min < 0 || range.t_max > 0)  // else every query is 0 and no key is felt
-          gemm<double, true>(q, vectors, p, {e, 1, kMostNodes}, scaled.data, row_size, slopes,
+          gemm<double, true>(q, vectors, count * p, {e.data, 1, q},
+                             scaled[this->end_of_key_panel(k)].data + from, row_size, slopes,
                              row_size);
-      }
+      });
     });
   }
 
@@ -126,6 +132,7 @@ struct TransformGradient : Transform<T> {
     const Table values(value_table, size, this->key_nodes(), columns);
     const Table slopes(slope_table, size, this->key_nodes(), columns);
     const Shares<T> shares(kTile);
+    const int64_t row = block_row<T>(columns);
     const Write write = !this->first_of_group()
                             ? Write::kBlend
                             : choose_write<T>(g.grad_value, h, call.n_k, columns);
@@ -135,34 +142,34 @@ struct TransformGradient : Transform<T> {
       const int64_t first = task * chunk, count = least(chunk, call.n_k - first);
       Pass pass(layout.key, 2);
       if (call.key_mask) zero_masked(first, count);
-      this->for_tiles(pass, true, first, count, basis,
-                      [&](int panel, const Tile& tile, const Tile& next, const T* weight) {
-                        const int64_t table = int64_t(panel) * q * values.size;
-                        double ds[kTile] = {};
-                        this->for_blocks(
-                            call.value, columns, tile, next,
-                            [&](int64_t begin, int64_t width, const Ahead& ahead) {
-                              T *rows = pass.block[0], *block = pass.block[1];
-                              gather(call.value, h, tile, begin, width,
-                                     this->raw_centre_of(panel) + begin, rows);
-                              ahead.template fetch<false>(0, 2);
-                              spread_table(q, tile.tokens, width, weight,
-                                           values.wide.data + table + begin, values.size, block);
-                              scatter(block, tile, begin, width, shares, g.grad_value, h, write);
-                              ahead.template fetch<false>(1, 2);
-                              spread_table(q, tile.tokens, width, weight,
-                                           slopes.wide.data + table + begin, values.size, block);
-                              for (int64_t i = 0; i < tile.tokens; ++i)
-                                ds[i] +=
-                                    double(dot(rows + i * kColumns, block + i * kColumns, width));
-                            });
-                        alignas(64) T rest[kTile];
-                        Base::blend(q, tile.tokens, weight, slopes.last.data + panel * q, rest);
-                        for (int64_t i = 0; i < tile.tokens; ++i) {
-                          const T dk = T(ds[i] + double(rest[i]));
-                          write_block(&dk, 0, 0, 1, 1, g.grad_key, h, first + tile.order[i], 0);
-                        }
-                      });
+      this->for_tiles(
+          pass, true, first, count, basis,
+          [&](int panel, const Tile& tile, const Tile& next, const T* weight) {
+            const int64_t table = int64_t(panel) * q * values.size;
+            double ds[kTile] = {};
+            this->for_blocks(
+                call.value, columns, tile, next,
+                [&](int64_t begin, int64_t width, const Ahead& ahead) {
+                  T *rows = pass.block[0], *block = pass.block[1];
+                  gather(call.value, h, tile, begin, width, this->raw_centre_of(panel) + begin,
+                         rows, row);
+                  ahead.template fetch<false>(0, 2);
+                  spread_table(q, tile.tokens, width, weight, values.wide.data + table + begin,
+                               values.size, block, row);
+                  scatter(block, row, tile, begin, width, shares, g.grad_value, h, write);
+                  ahead.template fetch<false>(1, 2);
+                  spread_table(q, tile.tokens, width, weight, slopes.wide.data + table + begin,
+                               values.size, block, row);
+                  for (int64_t i = 0; i < tile.tokens; ++i)
+                    ds[i] += double(dot(rows + i * row, block + i * row, width));
+                });
+            alignas(64) T rest[kTile];
+            Base::blend(q, tile.tokens, weight, slopes.last.data + panel * q, rest);
+            for (int64_t i = 0; i < tile.tokens; ++i) {
+              const T dk = T(ds[i] + double(rest[i]));
+              write_block(&dk, 0, 0, 1, 1, g.grad_key, h, first + tile.order[i], 0);
+            }
+          });
       if (write == Write::kStream) stream_end();
     });
   }
@@ -229,8 +236,8 @@ static void merge_direct(const Attention& whole, int64_t h) {
     Shares<T> shares(1);
     shares.join(0, lse_of(whole, h) + i, lse.data[i]);
     for (int64_t c = 0; c < whole.dv; c += kColumns)
-      scatter(out.data + i * whole.dv + c, Tile{i, &here, 1}, c, least(kColumns, whole.dv - c),
-              shares, whole.out, h, Write::kBlend);
+      scatter(out.data + i * whole.dv + c, kColumns, Tile{i, &here, 1}, c,
+              least(kColumns, whole.dv - c), shares, whole.out, h, Write::kBlend);
   }
 }
 

@@ -16,6 +16,24 @@ BOLTZATTN_INLINE int64_t most(int64_t a, int64_t b) {
 
 constexpr int64_t kCacheLine = 64;
 
+// AddressSanitizer (`make sanitize`) sees the memory it hands out; that it is cut into pieces here
+// has to be told.
+#ifdef __SANITIZE_ADDRESS__
+extern "C" void __asan_poison_memory_region(const volatile void*, size_t);
+extern "C" void __asan_unpoison_memory_region(const volatile void*, size_t);
+constexpr int64_t kGap = kCacheLine;  // between pieces
+BOLTZATTN_INLINE void forbid(const void* data, int64_t bytes) {
+  __asan_poison_memory_region(data, size_t(bytes));
+}
+BOLTZATTN_INLINE void allow(const void* data, int64_t bytes) {
+  __asan_unpoison_memory_region(data, size_t(bytes));
+}
+#else
+constexpr int64_t kGap = 0;
+BOLTZATTN_INLINE void forbid(const void*, int64_t) {}
+BOLTZATTN_INLINE void allow(const void*, int64_t) {}
+#endif
+
 // Memory of one call, cache-line aligned.
 template <class T>
 struct Buffer {
@@ -31,6 +49,8 @@ struct Buffer {
     const int64_t bytes = round_up(size * int64_t(sizeof(T)) + 1, kCacheLine);
     data = static_cast<T*>(std::aligned_alloc(size_t(kCacheLine), size_t(bytes)));
     if (!data) throw_bad_alloc();
+    forbid(data, bytes);
+    allow(data, size * int64_t(sizeof(T)));
   }
 };
 template <class T>
@@ -68,15 +88,17 @@ struct Scratch {
   char* end;
   Scratch(int64_t bytes, int64_t pieces) {
     static thread_local ThreadBlock block;
-    bytes += pieces * kCacheLine;
+    bytes += pieces * (kCacheLine + kGap);
     next = block.reserve(bytes);
     end = next + bytes;
+    forbid(next, bytes);
   }
   template <class T>
   T* take(int64_t size) {
     char* taken = next;
-    next += round_up(size * int64_t(sizeof(T)), kCacheLine);
+    next += round_up(size * int64_t(sizeof(T)), kCacheLine) + kGap;
     if (next > end) __builtin_trap();
+    allow(taken, size * int64_t(sizeof(T)));
     return reinterpret_cast<T*>(taken);
   }
 };

@@ -118,25 +118,8 @@ class AttentionBackward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        scale, dropout_p, is_causal, method, backend = ctx.options
-        *tensors, attn_mask, key_mask, _seed = ctx.saved_tensors
-        request = request_of(*tensors[2:], attn_mask, key_mask, dropout_p, is_causal)
-        # While sizes are symbolic nothing is known of the plan; `direct` serves everything.
-        sizes_known = isinstance(request.n_q, int) and isinstance(request.n_k, int)
-        if (
-            sizes_known
-            and not is_causal
-            and plan.choose(request, method, backend).method == "transform"
-        ):
-            results = reference_transform.transform_double_backward(
-                grads, *tensors, key_mask, scale
-            )
-        else:
-            results = reference.direct_double_backward(
-                grads, *ctx.saved_tensors, scale, dropout_p, is_causal
-            )
+        results = AttentionDoubleBackward.apply(*grads, *ctx.saved_tensors, ctx.options)
         return *results, None, None, None, None, None, None
 
     @staticmethod
@@ -146,10 +129,67 @@ class AttentionBackward(torch.autograd.Function):
         return AttentionBackward.apply(*batched, options), (0, 0, 0)
 
 
+class AttentionDoubleBackward(torch.autograd.Function):
+    """Gradients of <grads, AttentionBackward> for grad_out, grad_lse, query, key and value.
+
+    A Function of its own so that a third derivative raises: `once_differentiable` would let parts
+    of it through as zeros. And vmap's batches are just more heads here too.
+    """
+
+    @staticmethod
+    def forward(
+        to_query: Tensor | None,
+        to_key: Tensor | None,
+        to_value: Tensor | None,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        key_mask: Tensor | None,
+        seed: Tensor | None,
+        options: Options,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+        scale, dropout_p, is_causal, method, backend = options
+        tensors = (to_query, to_key, to_value), grad_out, grad_lse, query, key, value
+        request = request_of(query, key, value, attn_mask, key_mask, dropout_p, is_causal)
+        # While sizes are symbolic nothing is known of the plan; `direct` serves everything.
+        sizes_known = isinstance(request.n_q, int) and isinstance(request.n_k, int)
+        if (
+            sizes_known
+            and not is_causal
+            and plan.choose(request, method, backend).method == "transform"
+        ):
+            return reference_transform.transform_double_backward(*tensors, key_mask, scale)
+        return reference.direct_double_backward(
+            *tensors, attn_mask, key_mask, seed, scale, dropout_p, is_causal
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        raise RuntimeError(
+            "attention has two derivatives, and a third was asked for; "
+            "write it as (query @ key.mT * scale).softmax(-1) @ value to differentiate further"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[tuple[Tensor | None, ...], tuple]:
+        *tensors, options = args
+        batched = _batched(info, in_dims[:-1], tuple(tensors))
+        results = AttentionDoubleBackward.apply(*batched, options)
+        return results, tuple(None if x is None else 0 for x in results)
+
+
 # torch binds the arguments of `forward` anew at every call; its signature, found once, saves more
 # time than a small call takes.
-for _function in (Attention, AttentionBackward):
-    _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[attr-defined]
+_functions: tuple[Any, ...] = (Attention, AttentionBackward)
+for _function in _functions:
+    _function.forward.__signature__ = inspect.signature(_function.forward)
 
 
 def _differentiable(operator: Any, function: type[torch.autograd.Function], tensors: int) -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,8 +51,9 @@ def extension() -> ModuleType | str:
     except ImportError as error:
         reason = f"the extension boltzattn._C is not usable ({error})"
         warnings.warn(
-            f"boltzattn: {reason}; attention runs on the slow reference backend. Rebuild with "
-            "`pip install --no-build-isolation .` under the torch that is installed.",
+            f"boltzattn: {reason}; attention runs on the slow reference backend. To build "
+            "it, install boltzattn again where torch and a C++ compiler are; `pip install -v` "
+            "tells what goes wrong.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -110,6 +113,22 @@ def _reference_kernels(method: str) -> tuple[Callable, Callable]:
     }[method]
 
 
+def _triton_missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None
+
+
+def _interpreter() -> tuple[str, ...]:
+    """Triton's own interpreter runs kernels on CPU tensors: slow, but it needs no GPU."""
+    return ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else ()
+
+
+def _triton_kernels(method: str) -> tuple[Callable, Callable]:
+    module = importlib.import_module(f"boltzattn.triton_kernels.{method}")
+    return getattr(module, f"{method}_forward"), getattr(module, f"{method}_backward")
+
+
 @dataclass(frozen=True)
 class Backend:
     """One row of the capability table."""
@@ -121,6 +140,10 @@ class Backend:
     unavailable: Callable[[], str | None]
     kernels: Callable[[str], tuple[Callable, Callable]]
     mask_gradient: bool = False
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    largest_rank: int | None = None
+    only_by_name: Callable[[], tuple[str, ...]] = tuple  # devices that `auto` does not take it for
+    elsewhere: str = ""  # what to do on another device
     halving: Callable[[], Callable] | None = None  # causal forward of rank 1 in one operator
 
     def why_not(self, request: Request, method: str) -> list[str]:
@@ -128,8 +151,17 @@ class Backend:
         reasons = []
         if missing := self.unavailable():
             reasons.append(missing)
-        if self.devices is not None and request.device not in self.devices:
-            reasons.append(f"runs on {' or '.join(self.devices)} tensors, got {request.device}")
+        if self.devices is not None and request.device not in (
+            *self.devices,
+            *self.only_by_name(),
+        ):
+            where = " or ".join(self.devices)
+            reasons.append(f"runs on {where} tensors, got {request.device}{self.elsewhere}")
+        if request.dtype not in self.dtypes:
+            accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            reasons.append(f"takes {accepted}, got {str(request.dtype).removeprefix('torch.')}")
+        if self.largest_rank is not None and request.rank > self.largest_rank:
+            reasons.append(f"takes ranks up to {self.largest_rank}, got {request.rank}")
         if method not in self.methods:
             reasons.append(f"has no method {method!r} (it has {', '.join(self.methods)})")
         if request.mask_gradient and not self.mask_gradient:
@@ -160,6 +192,18 @@ BACKENDS: dict[str, Backend] = {
             ("direct", "transform"),
             cuda_extension,
             _cuda_kernels,
+        ),
+        Backend(
+            "triton",
+            "Triton",
+            ("cuda",),
+            ("direct", "transform"),
+            _triton_missing,
+            _triton_kernels,
+            dtypes=(torch.float32, torch.bfloat16, torch.float16),
+            largest_rank=16,
+            only_by_name=_interpreter,
+            elsewhere=" (to interpret it on the CPU start Python with TRITON_INTERPRET=1)",
         ),
         Backend(
             "reference",
@@ -252,8 +296,13 @@ def use_method(name: str) -> Iterator[None]:
 
 def can_serve(request: Request, method: str, backend: str) -> bool:
     """Whether the named backend, or with "auto" any, can serve the request by this method."""
-    candidates = BACKENDS.values() if backend == "auto" else [BACKENDS[backend]]
+    candidates = _candidates(request) if backend == "auto" else [BACKENDS[backend]]
     return any(not candidate.why_not(request, method) for candidate in candidates)
+
+
+def _candidates(request: Request) -> list[Backend]:
+    """Those that `auto` may take, in order."""
+    return [b for b in BACKENDS.values() if request.device not in b.only_by_name()]
 
 
 @lru_cache(maxsize=1024)
@@ -269,7 +318,7 @@ def select(request: Request, method: str, backend: str) -> Backend:
         if reasons := BACKENDS[backend].why_not(request, method):
             raise ValueError(f"backend {backend!r} cannot serve this call: " + "; ".join(reasons))
         return BACKENDS[backend]
-    for candidate in BACKENDS.values():
+    for candidate in _candidates(request):
         reasons = candidate.why_not(request, method)
         if not reasons:
             return candidate

@@ -173,6 +173,9 @@ def kernels(direct: Kernels, transform: Kernels, halving: Callable | None = None
             ranges = piece.queries, piece.keys, piece.keys
             for total, part, rows in zip(grads, parts, ranges, strict=True):
                 piece.cut(total, rows).add_(part)
-        return tuple(g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True))
+        grad_query, grad_key, grad_value = (
+            g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)
+        )
+        return grad_query, grad_key, grad_value
 
     return forward, backward

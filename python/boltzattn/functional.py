@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from boltzattn import backends, layer, ops, plan, reference  # noqa: F401
-from boltzattn.autograd import Attention
+from boltzattn.autograd import Attention, Options
+
+# query, key, value, attn_mask, key_mask, seed: see `reference`.
+Canonical = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    key_padding_mask: Tensor | None = ...,
+    method: str = ...,
+    backend: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    key_padding_mask: Tensor | None = ...,
+    method: str = ...,
+    backend: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
     key: Tensor,
@@ -342,7 +377,7 @@ def _canonical(
     key_padding_mask: Tensor | None,
     method: str,
     backend: str,
-) -> tuple[tuple, tuple, tuple[int, ...]]:
+) -> tuple[Canonical, Options, tuple[int, ...]]:
     """Validate a call and bring it into the form of `reference`: (tensors, options, lead).
 
     `lead` is the leading shape of the result; with grouped heads the canonical one has an axis
@@ -461,10 +496,10 @@ def _check_layer(
     if b_o is not None and w_o is None:
         raise ValueError("b_o must be None without w_o: there is no output projection to add it to")
     pairs = (("q", b_q, w_q), ("k", b_k, w_k), ("v", b_v, w_v), ("o", b_o, w_o))
-    for name, b, weight in pairs:
-        if b is not None and weight is not None and b.shape != weight.shape[:1]:
+    for name, b, w in pairs:
+        if b is not None and w is not None and b.shape != w.shape[:1]:
             raise ValueError(
-                f"b_{name} must have shape {[weight.shape[0]]}, one number per row of w_{name}, "
+                f"b_{name} must have shape {[w.shape[0]]}, one number per row of w_{name}, "
                 f"got {_shape(b)}"
             )
 

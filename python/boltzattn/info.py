@@ -1,13 +1,19 @@
-"""`python -m boltzattn.info`: what is installed, what is usable, and why not the rest."""
+"""`python -m boltzattn.info`: what is installed, what is usable, and why not the rest.
+
+With `--kernels` also what the GPU kernels take of each architecture: of CUDA's as they were built,
+of Triton's by compiling them all; neither needs a GPU.
+"""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import platform
 
 import torch
 
 import boltzattn
-from boltzattn import backends
+from boltzattn import backends, cuda_report
 
 
 def report() -> str:
@@ -37,5 +43,17 @@ def report() -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m boltzattn.info")
+    parser.add_argument("--kernels", action="store_true", help="compile and describe GPU kernels")
+    asked = parser.parse_args()
     print(report())
+    if asked.kernels:
+        from boltzattn.triton_kernels import report as triton_report
+
+        for line in itertools.chain(cuda_report.lines(), triton_report.lines()):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -135,6 +135,10 @@ def _backward_first(
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    if x.is_cuda:
+        from boltzattn.triton_kernels.project import project
+
+        return project(x, weight, bias)
     return torch.ops.boltzattn.cpu_project(x, weight, bias)
 
 
@@ -254,7 +258,8 @@ class LayerBackward(torch.autograd.Function):
         *variables, weight_bias, _out_bias, key_mask, _extents = ctx.saved_tensors
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in variables]
-            out = project_first(*leaves[1:], weight_bias, None, key_mask, ctx.scale)
+            _, query, key, value, weight = leaves
+            out = project_first(query, key, value, weight, weight_bias, None, key_mask, ctx.scale)
             first = torch.autograd.grad(out, leaves[1:], leaves[0], create_graph=True)
             second = torch.autograd.grad(first, leaves, grads, allow_unused=True)
         return *second, None, None, None, None, None

@@ -38,7 +38,7 @@ REFERENCE_TRANSFORM_HEAD = 3e6
 
 def direct_cost(request: Request) -> float:
     """Nanoseconds of one core for the direct method, forward."""
-    pairs = request.heads * request.n_q * request.n_k
+    pairs: float = request.heads * request.n_q * request.n_k
     if request.is_causal:
         pairs *= 0.5
     return pairs * (DIRECT_PAIR + DIRECT_PAIR_COLUMN * (request.rank + request.dv))

@@ -13,7 +13,7 @@ query rows at a time, so memory is linear in n however long the sequence is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -198,19 +198,6 @@ def direct_backward(
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The gradient of a scalar function in all its inputs, also within torch.func's transforms.
-
-    torch.func.grad alone would do, but holds on to its graphs until the garbage collector comes.
-    """
-    if torch._C._are_functorch_transforms_active():
-        return torch.func.grad(function, argnums=tuple(range(len(inputs))))(*inputs)
-    variables = [x.detach().requires_grad_() for x in inputs]
-    with torch.enable_grad():
-        total = function(*variables)
-    return torch.autograd.grad(total, variables)
-
-
 def direct_double_backward(
     grads: tuple[Tensor | None, Tensor | None, Tensor | None],
     grad_out: Tensor,
@@ -228,53 +215,48 @@ def direct_double_backward(
     """Gradients of <grads, backward(...)> for grad_out, grad_lse, query, key and value.
 
     <grads, (dq, dk, dv)> is the derivative of <grad_out, out> + <grad_lse, lse> in the direction
-    `grads`: one forward-mode formula per block of rows, differentiated by autograd, is all of it.
+    `grads`. Along it the logits have slopes S, lse_i has the slope L_i = sum_j P_ij S_ij, and
+
+        <grads, ...> = sum_ij P_ij ((S_ij - L_i) A_ij + B_ij) + sum_i grad_lse_i L_i,
+
+    A and B being grad_out's products with the values and with their direction, after dropout.
+    What is returned are the derivatives of this sum.
     """
     work = accumulate_dtype(query.dtype)
-    query, key, value, grad_out = (x.detach() for x in (query, key, value, grad_out))
     k, v = key.to(work), value.to(work)
     to_query, to_key, to_value = (
-        torch.zeros_like(x, dtype=work) if g is None else g.detach().to(work)
+        torch.zeros_like(x, dtype=work) if g is None else g.to(work)
         for g, x in zip(grads, (query, key, value), strict=True)
     )
-    # Gathered out of place: torch.func batches over this.
-    over_rows: list[tuple[Tensor, Tensor, Tensor]] = []
-    grad_key, grad_value = torch.zeros_like(k), torch.zeros_like(v)
+    # Written and summed in place: what a block left behind among the freed scores of others would
+    # hold on to their memory.
+    of_grad_out = grad_out.new_empty(grad_out.shape)
+    of_grad_lse = None if grad_lse is None else grad_lse.new_empty(grad_lse.shape)
+    of_query = query.new_empty(query.shape)
+    of_key, of_value = k.new_zeros(k.shape), v.new_zeros(v.shape)
     for rows in row_blocks(query, key):
-
-        def slope_along_grads(
-            q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_lse: Tensor, rows: slice = rows
-        ) -> Tensor:
-            logits = scores(q, k, _rows(attn_mask, rows), key_mask, scale, is_causal, rows.start)
-            probability, _ = weights(logits)
-            factor = _dropout_factor(seed, rows, k, dropout_p)
-            slope = scale * (
-                to_query[..., rows, :] @ k.transpose(-1, -2) + q @ to_key.transpose(-1, -2)
-            )
-            lse_slope = (probability * slope).sum(-1)
-            moved = probability * (slope - lse_slope[..., None])
-            out_slope = (moved * factor) @ v + (probability * factor) @ to_value
-            return (g * out_slope).sum() + (g_lse * lse_slope).sum()
-
         q, g = query[..., rows, :].to(work), grad_out[..., rows, :].to(work)
-        g_lse = (
-            torch.zeros_like(q[..., 0])
-            if grad_lse is None
-            else grad_lse[..., rows].detach().to(work)
-        )
-        dq, dk, dv, dg, dg_lse = _gradients(slope_along_grads, (q, k, v, g, g_lse))
-        over_rows.append((dg, dg_lse, dq))
-        grad_key, grad_value = grad_key + dk, grad_value + dv
-    if not over_rows:
-        over_rows.append((grad_out.to(work), query[..., 0].to(work), query.to(work)))
-    dg, dg_lse, dq = (
-        torch.cat(parts, axis)
-        for parts, axis in zip(zip(*over_rows, strict=True), (-2, -1, -2), strict=True)
-    )
-    return (
-        dg.to(grad_out.dtype),
-        None if grad_lse is None else dg_lse.to(grad_lse.dtype),
-        dq.to(query.dtype),
-        grad_key.to(key.dtype),
-        grad_value.to(value.dtype),
-    )
+        to_q = to_query[..., rows, :]
+        logits = scores(q, k, _rows(attn_mask, rows), key_mask, scale, is_causal, rows.start)
+        probability, _ = weights(logits)
+        factor = _dropout_factor(seed, rows, k, dropout_p)
+        slope = (to_q @ k.transpose(-1, -2) + q @ to_key.transpose(-1, -2)) * scale
+        lse_slope = (probability * slope).sum(-1, keepdim=True)
+        slope = slope - lse_slope
+        by_value = (g @ v.transpose(-1, -2)) * factor  # A
+        by_value = by_value - (probability * by_value).sum(-1, keepdim=True)
+        if grad_lse is not None and of_grad_lse is not None:
+            by_value = by_value + grad_lse[..., rows, None].to(work)
+            of_grad_lse[..., rows] = lse_slope.squeeze(-1)
+        # What a weight contributes; a part common to the whole row moves no weight.
+        worth = slope * by_value + (g @ to_value.transpose(-1, -2)) * factor
+        grad_logits = probability * (worth - (probability * worth).sum(-1, keepdim=True))
+        grad_slope = probability * by_value
+        kept = probability * factor
+        moved = kept * slope
+        of_grad_out[..., rows, :] = moved @ v + kept @ to_value
+        of_query[..., rows, :] = (grad_logits @ k + grad_slope @ to_key) * scale
+        of_key += grad_logits.transpose(-1, -2) @ (q * scale)
+        of_key += grad_slope.transpose(-1, -2) @ (to_q * scale)
+        of_value += moved.transpose(-1, -2) @ g
+    return of_grad_out, of_grad_lse, of_query, of_key.to(key.dtype), of_value.to(value.dtype)

@@ -231,7 +231,7 @@ def _closest_between_clusters(points: np.ndarray, colour: np.ndarray) -> float:
 
 def _tree(points: np.ndarray) -> Any:
     try:
-        from scipy.spatial import cKDTree  # type: ignore[import-untyped]
+        from scipy.spatial import cKDTree
     except ImportError:
         raise ImportError(
             "boltzattn.theory needs scipy for nearest neighbours; "

@@ -1,0 +1,38 @@
+"""Ten experiments on one-layer rank-1 attention; `python -m boltzattn.experiments` runs them.
+
+Each file asks one question, says what would refute the expected answer, measures, and reads the
+answer off the measurements. Needs scipy, matplotlib and tqdm: `pip install
+'boltzattn[experiments]'`.
+"""
+
+from boltzattn.experiments import (
+    approximate,
+    depth,
+    duplicates,
+    hardmax,
+    long_sets,
+    memorize,
+    no_quantizer,
+    rank,
+    temperature,
+    theory_vs_practice,
+)
+from boltzattn.experiments.experiment import Experiment, Finding, Result, run
+
+EXPERIMENTS: dict[str, Experiment] = {
+    module.EXPERIMENT.name: module.EXPERIMENT
+    for module in (
+        memorize,
+        theory_vs_practice,
+        temperature,
+        hardmax,
+        duplicates,
+        approximate,
+        depth,
+        rank,
+        no_quantizer,
+        long_sets,
+    )
+}
+
+__all__ = ["EXPERIMENTS", "Experiment", "Finding", "Result", "run"]

@@ -1,0 +1,181 @@
+"""What an experiment is, and how one is run: cases, progress, seeds, findings, JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from boltzattn._version import __version__
+from boltzattn.theory import EquivarianceWarning, ResolutionWarning
+
+# What went in and what was measured: names to numbers, strings, booleans or None.
+Row = dict[str, Any]
+Table = tuple[Sequence[str], Iterable[Sequence[object]]]
+
+# "tiny" is for tests: seconds for all experiments together.
+SIZES = ("tiny", "quick", "full")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim that measurements can contradict, and whether these do.
+
+    Attributes:
+        claim: what should be the case if the picture is right.
+        holds: whether it is, by the measurements.
+        evidence: the figures that decide.
+    """
+
+    claim: str
+    holds: bool
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{'holds  ' if self.holds else 'REFUTED'}  {self.claim}: {self.evidence}"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A question, how to measure what answers it, and how to read the answer off the figures.
+
+    Attributes:
+        name: on the command line.
+        question: in a sentence.
+        refuted_if: what the measurements would have to show.
+        cases: for each size the arguments of `measure`, one dictionary per call.
+        measure: `measure(seed=.., **case)` returns rows; random numbers follow from the seed.
+        judge: the findings, from rows (and nothing else).
+        table: header and lines for the terminal, from rows.
+        draw: draws rows into an empty matplotlib figure.
+    """
+
+    name: str
+    question: str
+    refuted_if: str
+    cases: dict[str, list[dict[str, Any]]]
+    measure: Callable[..., list[Row]]
+    judge: Callable[[list[Row]], list[Finding]]
+    table: Callable[[list[Row]], Table]
+    draw: Callable[[list[Row], Any], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that a run of an experiment produced; the findings follow from the rows."""
+
+    name: str
+    size: str
+    seed: int
+    question: str
+    refuted_if: str
+    findings: list[Finding]
+    rows: list[Row]
+    cpu_seconds: float
+    made_with: dict[str, str]
+
+    def save(self, path: Path) -> None:
+        # allow_nan=False: NaN and infinity are no JSON; a measurement that has none says None.
+        path.write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Result:
+        fields = json.loads(path.read_text())
+        fields["findings"] = [Finding(**finding) for finding in fields["findings"]]
+        return cls(**fields)
+
+
+def run(experiment: Experiment, size: str = "quick", seed: int = 0, show: bool = False) -> Result:
+    """Measure every case of `size` and judge; the same seed gives the same rows and findings.
+
+    Args:
+        experiment: one of `boltzattn.experiments.EXPERIMENTS`.
+        size: "tiny", "quick" or "full".
+        seed: of all random numbers.
+        show: a progress bar on stderr.
+
+    Example:
+        >>> from boltzattn.experiments import EXPERIMENTS
+        >>> result = run(EXPERIMENTS["theory-vs-practice"], "tiny")
+        >>> all(finding.holds for finding in result.findings)
+        True
+    """
+    if size not in SIZES:
+        raise ValueError(f"size must be one of {', '.join(map(repr, SIZES))}, got {size!r}")
+    start = time.process_time()
+    rows: list[Row] = []
+    for case in tqdm(experiment.cases[size], desc=experiment.name, disable=not show):
+        # Per case, so that a case gives the same rows alone and among others.
+        torch.manual_seed(seed)
+        with warnings.catch_warnings():
+            # What these warn of is what experiments measure.
+            warnings.simplefilter("ignore", ResolutionWarning)
+            warnings.simplefilter("ignore", EquivarianceWarning)
+            rows += [{**case, **row} for row in experiment.measure(seed=seed, **case)]
+    return Result(
+        name=experiment.name,
+        size=size,
+        seed=seed,
+        question=experiment.question,
+        refuted_if=experiment.refuted_if,
+        findings=experiment.judge(rows),
+        rows=rows,
+        cpu_seconds=round(time.process_time() - start, 1),
+        made_with={
+            "boltzattn": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+            "threads": str(torch.get_num_threads()),
+        },
+    )
+
+
+def select(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    """The rows that have these values.
+
+    Example:
+        >>> select([{"n": 2, "gap": 0.5}, {"n": 3, "gap": 0.1}], n=3)
+        [{'n': 3, 'gap': 0.1}]
+    """
+    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def values(rows: Iterable[Row], name: str) -> list[Any]:
+    """The different values of a column, in the order they appear."""
+    return list(dict.fromkeys(row[name] for row in rows if name in row))
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """The exponent p of the power law `y ~ x^p`, by least squares in logarithms.
+
+    Example:
+        >>> round(slope([1.0, 2.0, 4.0], [3.0, 12.0, 48.0]), 6)
+        2.0
+    """
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0])
+
+
+def mean_and_range(numbers: Sequence[float], form: str = ".3g") -> str:
+    """Mean, and smallest and largest in brackets.
+
+    Example:
+        >>> mean_and_range([1.0, 2.0, 3.0])
+        '2 [1, 3]'
+    """
+    mean, low, high = np.mean(numbers), min(numbers), max(numbers)
+    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def all_below(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether every number of `first` is below every number of `second`: seeds that do not mix."""
+    return max(first) < min(second)

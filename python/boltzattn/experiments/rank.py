@@ -1,0 +1,271 @@
+"""Which rank does attention need: of its scores, of its values, and over how many heads?
+
+The theorem needs rank 1 throughout: queries, keys and values all read the token along one vector.
+Here the ranks are varied and all else is trained, at equal parameters: on random labels, and on
+imitating an attention layer whose scores have full rank (or rank 1, for comparison). Then the
+same rank is spent on few wide heads or many of rank 1. Last, attention is not trained at all: with
+the vector that the construction chooses, or a random one, only the network behind it learns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from boltzattn.experiments.experiment import (
+    Experiment,
+    Finding,
+    Row,
+    Table,
+    all_below,
+    mean_and_range,
+    select,
+    values,
+)
+from boltzattn.experiments.figure import BLUE, GREEN, GREY, ORANGE
+from boltzattn.experiments.tasks import Draw, learn_function, learn_labels
+from boltzattn.experiments.training import count_parameters
+from boltzattn.nn import FeedForward, OneLayerTransformer
+from boltzattn.theory import construct_attention
+from boltzattn.theory.memorization import random_task
+
+D, N_TOKENS, VOCABULARY = 8, 6, 24  # as many classes as coordinates: the output is the logits
+# name: heads, rank of the scores, width of the values; all a head
+TRAINED = {
+    **{f"scores {r}, values {D}": (1, r, D) for r in (1, 2, 4, D)},
+    **{f"scores {r}, values {r}": (1, r, r) for r in (1, 2, 4)},
+    **{f"{h} heads of {D // h}": (h, D // h, D // h) for h in (2, 4, 8)},
+}
+ALONE = ("tied vector", "constructed vector", "random vector")
+
+
+class TiedAttention(nn.Module):
+    """The theorem's attention with all of it trained: `z + o sum_k P_k softmax_k(b P_q P_k)`.
+
+    `P = z . v`: one vector reads queries, keys and values.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.v = nn.Parameter(F.normalize(torch.randn(dim), dim=0))
+        self.beta = nn.Parameter(torch.ones(()))
+        self.o = nn.Parameter(torch.randn(dim) / dim**0.5)
+
+    def forward(self, z: Tensor) -> Tensor:
+        p = z @ self.v
+        weights = torch.softmax(self.beta * p[..., :, None] * p[..., None, :], -1)
+        return z + (weights @ p[..., None]) * self.o
+
+
+def build(model: str, parameters: int, count: int, seed: int) -> nn.Module:
+    """Attention, and behind it a network so wide that there are about `parameters` numbers in all.
+
+    Attention that is not trained counts. There is no network in front: it would change the rank
+    that attention sees.
+    """
+    attention = _attention(model, count, seed)
+    hidden = round((parameters - count_parameters(attention) - D) / (2 * D + 1))
+    return nn.Sequential(attention, FeedForward(D, hidden))
+
+
+def _attention(model: str, count: int, seed: int) -> nn.Module:
+    if model in TRAINED:
+        heads, rank, width = TRAINED[model]
+        layer = OneLayerTransformer(
+            D,
+            form="paper",
+            num_heads=heads,
+            rank=rank,
+            head_dim=width,
+            ff1_hidden=0,
+            ff2_hidden=0,
+            method="direct",
+        )
+        # The paper has no scale, and training would change it; but scores of every rank are to
+        # start out with the same spread.
+        layer.attention.scale = rank**-0.5
+        return layer
+    if model == "tied vector":
+        return TiedAttention(D)
+    if model == "constructed vector":
+        fixed = construct_attention(_sequences(count, seed), seed=seed).module().float()
+    else:
+        fixed = OneLayerTransformer.from_weights(
+            *(F.normalize(torch.randn(1, D), dim=1) for _ in range(3)),
+            torch.randn(D, 1) / D**0.5,
+            method="direct",
+        )
+    return fixed.requires_grad_(False)
+
+
+def _sequences(count: int, seed: int) -> Tensor:
+    return random_task(N_TOKENS, VOCABULARY, count, D, D, seed)[0]
+
+
+def teacher(rank: int, seed: int) -> Draw:
+    """What an attention layer adds whose scores `x_q . A x_k` have this rank, for normal tokens.
+
+    A has `rank` singular values, all equal, and a size that gives scores a standard deviation
+    of 2 whatever the rank.
+    """
+    basis = torch.randn(2, D, D, generator=torch.Generator().manual_seed(seed))
+    left, right = torch.linalg.qr(basis).Q[:, :, :rank]
+    form = 2 / rank**0.5 * left @ right.T
+
+    def draw(sets: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x = torch.randn(sets, N_TOKENS, D, generator=generator)
+        return x, torch.softmax(x @ form @ x.transpose(-1, -2), -1) @ x
+
+    return draw
+
+
+def measure(
+    task: str, model: str, parameters: int, count: int, steps: int, seeds: int, seed: int
+) -> list[Row]:
+    numbers = [1000 * seed + i for i in range(seeds)]
+
+    def make(number: int) -> nn.Module:
+        return build(model, parameters, count, number)
+
+    if task == "labels":
+        rows = learn_labels(
+            make,
+            numbers,
+            n=N_TOKENS,
+            vocabulary=VOCABULARY,
+            count=count,
+            d=D,
+            classes=D,
+            steps=steps,
+        )
+    else:
+        draw = teacher(int(task.removeprefix("imitate rank ")), seed)
+        rows = learn_function(make, numbers, draw=draw, batch=count, steps=steps, rate=3e-2)
+    return [{"true_parameters": count_parameters(make(0)), **row} for row in rows]
+
+
+def judge(rows: list[Row]) -> list[Finding]:
+    full, one = f"scores {D}, values {D}", f"scores 1, values {D}"
+    hard, easy = f"imitate rank {D}", "imitate rank 1"
+
+    def found(task: str, model: str) -> list[float]:
+        name = "accuracy" if task == "labels" else "error"
+        return [row[name] for row in select(rows, task=task, model=model)]
+
+    def against(task: str, first: str, second: str) -> str:
+        return f"{mean_and_range(found(task, first))} against {mean_and_range(found(task, second))}"
+
+    heads = f"{D} heads of 1"
+    return [
+        # "Worse": every seed is worse than every seed of the other.
+        Finding(
+            "rank 1 scores memorize as many labels as full rank",
+            not all_below(found("labels", one), found("labels", full)),
+            f"accuracy {against('labels', one, full)}",
+        ),
+        Finding(
+            "rank 1 values memorize as many labels as full ones",
+            not all_below(found("labels", "scores 1, values 1"), found("labels", one)),
+            f"accuracy {against('labels', 'scores 1, values 1', one)}",
+        ),
+        Finding(
+            "rank 1 scores imitate attention of rank 1 as well as full rank",
+            not all_below(found(easy, full), found(easy, one)),
+            f"error {against(easy, one, full)}",
+        ),
+        Finding(
+            "rank 1 scores imitate attention of full rank as well as full rank",
+            not all_below(found(hard, full), found(hard, one)),
+            f"error {against(hard, one, full)}",
+        ),
+        Finding(
+            f"{D} heads of rank 1 memorize as many labels as one head of rank {D}",
+            not all_below(found("labels", heads), found("labels", full)),
+            f"accuracy {against('labels', heads, full)}",
+        ),
+        Finding(
+            f"{D} heads of rank 1 imitate attention of full rank as well as one head of rank {D}",
+            not all_below(found(hard, full), found(hard, heads)),
+            f"error {against(hard, heads, full)}",
+        ),
+        Finding(
+            "with the constructed vector training the network alone learns as much as training all",
+            not all_below(
+                found("labels", "constructed vector"), found("labels", "scores 1, values 1")
+            ),
+            f"accuracy {against('labels', 'constructed vector', 'scores 1, values 1')}; random "
+            f"vector {mean_and_range(found('labels', 'random vector'))}, tied and trained "
+            f"{mean_and_range(found('labels', 'tied vector'))}",
+        ),
+    ]
+
+
+def table(rows: list[Row]) -> Table:
+    tasks = values(rows, "task")
+    lines = []
+    for model in values(rows, "model"):
+        cells = []
+        for task in tasks:
+            some = select(rows, task=task, model=model)
+            name, factor = ("accuracy", 100) if task == "labels" else ("error", 1)
+            cells.append(mean_and_range([factor * row[name] for row in some]) if some else "")
+        size = select(rows, model=model)[0]["true_parameters"]
+        lines.append((model, size, *cells))
+    return (
+        "attention",
+        "parameters",
+        "% labels learned",
+        *(f"{t}, error" for t in tasks[1:]),
+    ), lines
+
+
+def draw(rows: list[Row], figure: Any) -> None:
+    left, right = figure.subplots(1, 2, sharey=True)
+    models = values(rows, "model")
+    for axis, task, name, factor, label in (
+        (left, "labels", "accuracy", 100, "random labels learned, %"),
+        (right, f"imitate rank {D}", "error", 1, "error / standard deviation"),
+    ):
+        for i, model in enumerate(models):
+            numbers = [factor * r[name] for r in select(rows, task=task, model=model)]
+            colour = GREEN if "heads" in model else BLUE if model in TRAINED else ORANGE
+            if numbers:
+                axis.barh(i, np.mean(numbers), 0.7, color=colour)
+                axis.plot(numbers, [i] * len(numbers), ".", color="black", markersize=4)
+            else:
+                axis.text(0, i, " not defined", color=GREY, va="center")
+        axis.set(xlabel=label)
+    left.set_yticks(range(len(models)), models, fontsize=9)
+    left.invert_yaxis()
+    left.set_title("Memorizing (more is better)")
+    right.set_title(f"Imitating attention of rank {D} (less is better)")
+
+
+def _cases(parameters: int, count: int, steps: int, seeds: int) -> list[dict[str, Any]]:
+    shared = {"parameters": parameters, "count": count, "steps": steps, "seeds": seeds}
+    hard, easy = f"imitate rank {D}", "imitate rank 1"
+    pairs = [("labels", model) for model in (*TRAINED, *ALONE)]
+    # The construction is for finitely many sequences, not for a function.
+    pairs += [(hard, model) for model in (*TRAINED, *ALONE) if model != "constructed vector"]
+    pairs += [(easy, f"scores {r}, values {D}") for r in (1, D)]
+    return [{"task": task, "model": model, **shared} for task, model in pairs]
+
+
+EXPERIMENT = Experiment(
+    name="rank",
+    question="Which rank do trained scores and values need, and are many heads of rank 1 as good?",
+    refuted_if="every seed of rank 1 does worse than every seed of full rank, at equal parameters",
+    cases={
+        "tiny": _cases(1500, 8, 10, 2),
+        "quick": _cases(1500, 64, 400, 3),
+        "full": _cases(10_000, 512, 5000, 5),
+    },
+    measure=measure,
+    judge=judge,
+    table=table,
+    draw=draw,
+)

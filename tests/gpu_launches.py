@@ -1,0 +1,51 @@
+"""Launches of Triton kernels without a GPU: recorded, or run from their compiled PTX by ptxrun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ptxrun
+from boltzattn.triton_kernels.compilation import Launch, compile_for, specialisation
+from boltzattn.triton_kernels.launch import launching_by
+
+
+def recorded(function: Callable, *args: Any) -> list[Launch]:
+    """What function(*args) would launch; nothing runs, so its results are uninitialised."""
+    launches: list[Launch] = []
+    with launching_by(lambda *launch: launches.append(Launch(*launch))):
+        function(*args)
+    return launches
+
+
+class PtxRun:
+    """Launches kernels on CPU tensors by interpreting their sm_80 PTX, and counts their bytes."""
+
+    def __init__(self, **checks: Any) -> None:
+        self.checks = {"uninit": "report", **checks}
+        self.results: list[tuple[str, ptxrun.Result]] = []
+
+    def __call__(self, *launch: Any) -> None:
+        started = Launch(*launch)
+        kernel = _loaded(specialisation(started), started)
+        result = kernel.launch(started.grid, started.pointers_and_numbers(), **self.checks)
+        self.results.append((started.name, result))
+
+    def run(self, function: Callable, *args: Any) -> Any:
+        with launching_by(self):
+            return function(*args)
+
+    def bytes_moved(self) -> int:
+        """Global bytes of all launches."""
+        return sum(
+            count for _, r in self.results for space, count in r.bytes.items() if "global" in space
+        )
+
+
+_kernels: dict[str, Any] = {}
+
+
+def _loaded(key: str, launch: Launch) -> Any:
+    if key not in _kernels:
+        _kernels[key] = ptxrun.from_triton(compile_for(launch, "sm_80"))
+    return _kernels[key]

@@ -1,0 +1,570 @@
+// Runs the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer: `make sanitize`.
+//
+// Tensors are heap blocks of exactly the size that their shape and strides ask for, so a kernel
+// that reads or writes one element too far is caught. Whether results are right is the business of
+// the Python tests; here finite inputs must give results that are finite and written everywhere.
+// The sizes are on either side of the kernels' tiles and chunks; the rest of a call (dtypes, masks,
+// strides, ...) is drawn at random from a fixed seed.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+#include "layout.h"
+#include "online_softmax.h"
+
+extern "C" const char* __asan_default_options() {
+  return "abort_on_error=1";
+}
+extern "C" const char* __ubsan_default_options() {
+  return "abort_on_error=1:print_stacktrace=1";
+}
+
+// -- what cpu/ops.cpp gives the kernels, without torch
+// ---------------------------------------------
+
+namespace boltzattn {
+
+static int64_t threads = 1;
+
+int64_t thread_count() {
+  return threads;
+}
+
+void throw_bad_alloc() {
+  throw std::bad_alloc();
+}
+
+void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* context) {
+  std::atomic<int64_t> next{0};
+  const auto work = [&] {
+    for (int64_t task; (task = next.fetch_add(1)) < tasks;) body(context, task);
+  };
+  std::vector<std::thread> helpers;
+  for (int64_t i = 1; i < std::min(threads, tasks); ++i) helpers.emplace_back(work);
+  work();
+  for (std::thread& helper : helpers) helper.join();
+}
+
+}  // namespace boltzattn
+
+namespace {
+
+using namespace boltzattn;
+
+std::string now_running;  // printed when a sanitizer aborts
+
+void fail(const char* what) {
+  std::fprintf(stderr, "%s\n  in: %s\n", what, now_running.c_str());
+  std::exit(1);
+}
+
+std::mt19937_64 generator(0);
+
+int64_t below(int64_t n) {
+  return int64_t(generator() % uint64_t(n));
+}
+template <class T>
+T one_of(std::initializer_list<T> choices) {
+  return choices.begin()[below(int64_t(choices.size()))];
+}
+
+// -- tensors
+// ---------------------------------------------------------------------------------------
+
+enum Strides { kContiguous, kTransposed, kGaps, kHeadsInside, kSharedHead, kSharedRow };
+
+int64_t bytes_of(DType dtype) {
+  return dtype == DType::kFloat64   ? 8
+         : dtype == DType::kFloat32 ? 4
+         : dtype == DType::kBool    ? 1
+                                    : 2;
+}
+
+// [heads, rows, columns], not one byte larger than its strides need.
+struct Tensor {
+  DType dtype;
+  int64_t size = 0;  // elements
+  std::unique_ptr<unsigned char[]> bytes;
+  std::vector<int64_t> head;
+  int64_t row, column;
+
+  Tensor(int64_t heads, int64_t rows, int64_t columns, DType type, int layout) : dtype(type) {
+    int64_t step = rows * columns;
+    row = columns;
+    column = 1;
+    switch (layout) {
+      case kTransposed:
+        row = 1, column = rows;
+        break;
+      case kGaps:
+        row = 2 * columns + 3, column = 2, step = rows * row + 5;
+        break;
+      case kHeadsInside:
+        row = heads * columns, step = columns;
+        break;
+      case kSharedHead:
+        step = 0;
+        break;
+      case kSharedRow:
+        row = 0, step = columns;
+        break;
+    }
+    for (int64_t h = 0; h < heads; ++h) head.push_back(h * step);
+    if (heads * rows * columns > 0)
+      size = (heads - 1) * step + (rows - 1) * row + (columns - 1) * column + 1;
+    bytes.reset(new unsigned char[size_t(size * bytes_of(dtype))]);
+    // NaN in every format: what a kernel leaves unwritten, or has no business to read, shows.
+    std::memset(bytes.get(), 0xff, size_t(size * bytes_of(dtype)));
+  }
+
+  Matrix matrix() const { return {bytes.get(), dtype, head.data(), row, column}; }
+
+  void set(int64_t i, double x) {
+    unsigned char* to = bytes.get() + i * bytes_of(dtype);
+    const float single = float(x);
+    uint32_t bits;
+    std::memcpy(&bits, &single, sizeof bits);
+    const auto upper = uint16_t(bits >> 16);
+    switch (dtype) {
+      case DType::kFloat64:
+        std::memcpy(to, &x, 8);
+        break;
+      case DType::kFloat32:
+        std::memcpy(to, &single, 4);
+        break;
+      case DType::kBFloat16:
+        std::memcpy(to, &upper, 2);
+        break;
+      case DType::kFloat16: {
+        // Truncated: nobody looks at the last digits. Exponents outside fp16's become 0 or inf.
+        const int exponent = int(bits >> 23 & 255) - 112;
+        uint16_t half = uint16_t(bits >> 16 & 0x8000);
+        if (exponent >= 31) {
+          half = uint16_t(half | 0x7c00 | (std::isnan(single) ? 1 : 0));
+        } else if (exponent > 0) {
+          half = uint16_t(half | exponent << 10 | (bits >> 13 & 0x3ff));
+        }
+        std::memcpy(to, &half, 2);
+        break;
+      }
+      case DType::kBool:
+        *to = x != 0;
+        break;
+    }
+  }
+
+  bool finite(int64_t i) const {
+    const unsigned char* from = bytes.get() + i * bytes_of(dtype);
+    double wide;
+    float single;
+    uint16_t narrow;
+    switch (dtype) {
+      case DType::kFloat64:
+        std::memcpy(&wide, from, 8);
+        return std::isfinite(wide);
+      case DType::kFloat32:
+        std::memcpy(&single, from, 4);
+        return std::isfinite(single);
+      default:
+        std::memcpy(&narrow, from, 2);
+        const int exponents = dtype == DType::kBFloat16 ? 0x7f80 : 0x7c00;
+        return (narrow & exponents) != exponents;
+    }
+  }
+
+  Tensor& normal(double width) {
+    std::normal_distribution<double> draw(0, width);
+    for (int64_t i = 0; i < size; ++i) set(i, draw(generator));
+    return *this;
+  }
+  Tensor& sometimes(double often, double rarely) {
+    for (int64_t i = 0; i < size; ++i) set(i, below(4) ? often : rarely);
+    return *this;
+  }
+  Tensor& spoil() {
+    for (int64_t i = below(7); i < size; i += 1 + below(40))
+      set(i, one_of<double>({NAN, INFINITY, -INFINITY, 1e308, -3e38, 1e-310, 0.0}));
+    return *this;
+  }
+};
+
+// -- calls
+// -----------------------------------------------------------------------------------------
+
+enum class Mask { kNone, kAttnBool, kAttnFloat, kKeyBool, kKeyFloat, kKeyBias, kCausal, kNothing };
+const char* const kMaskNames[] = {"none",     "attn bool", "attn float", "key bool",
+                                  "key -inf", "key bias",  "causal",     "nothing seen"};
+
+struct Case {
+  const Kernels* kernels;
+  bool transform;
+  int64_t heads, n_q, n_k, rank, dv;
+  DType dtype;
+  Mask mask;
+  double scale, dropout_p;
+  bool spoiled;
+
+  std::string describe() const {
+    char text[256];
+    std::snprintf(text, sizeof text,
+                  "%s %s, %d heads, n_q %d, n_k %d, rank %d, dv %d, %d-byte dtype %d, mask %s, "
+                  "scale %g, dropout %g, %s, %d threads",
+                  kernels->name, transform ? "transform" : "direct", int(heads), int(n_q), int(n_k),
+                  int(rank), int(dv), int(bytes_of(dtype)), int(dtype), kMaskNames[int(mask)],
+                  scale, dropout_p, spoiled ? "NaN and inf" : "finite", int(threads));
+    return text;
+  }
+};
+
+int any_layout() {
+  return int(below(6));
+}
+int writable_layout() {
+  return int(below(4));
+}
+
+void run(const Case& c) {
+  threads = one_of<int64_t>({1, 3});
+  now_running = c.describe();
+  Tensor query(c.heads, c.n_q, c.rank, c.dtype, any_layout());
+  Tensor key(c.heads, c.n_k, c.rank, c.dtype, any_layout());
+  Tensor value(c.heads, c.n_k, c.dv, c.dtype, any_layout());
+  Tensor grad_out(c.heads, c.n_q, c.dv, c.dtype, any_layout());
+  for (Tensor* x : {&query, &key, &value, &grad_out}) {
+    x->normal(1);
+    if (c.spoiled) x->spoil();
+  }
+  Tensor out(c.heads, c.n_q, c.dv, c.dtype, writable_layout());
+  Tensor lse(c.heads, c.n_q, 1, DType::kFloat64, kContiguous);
+  Tensor seed(c.heads, 1, 1, DType::kFloat64, kContiguous);  // 8 bytes of anything
+
+  Attention call{};
+  call.heads = c.heads;
+  call.n_q = c.n_q;
+  call.n_k = c.n_k;
+  call.rank = c.rank;
+  call.dv = c.dv;
+  call.scale = c.scale;
+  call.dropout_p = c.dropout_p;
+  call.is_causal = c.mask == Mask::kCausal;
+  call.query = query.matrix();
+  call.key = key.matrix();
+  call.value = value.matrix();
+  if (c.dropout_p > 0) call.seed = seed.normal(1).matrix();
+  call.out = out.matrix();
+  call.lse = lse.matrix();
+  call.value_columns = c.dv;
+  call.summed = 1;
+
+  const bool boolean =
+      c.mask == Mask::kAttnBool || c.mask == Mask::kKeyBool || c.mask == Mask::kNothing;
+  const DType mask_dtype =
+      boolean ? DType::kBool : one_of({c.dtype, DType::kFloat32, DType::kFloat64});
+  Tensor attn_mask(c.heads, c.n_q, c.n_k, mask_dtype, any_layout());
+  Tensor key_mask(c.heads, 1, c.n_k, mask_dtype, any_layout());
+  switch (c.mask) {
+    case Mask::kAttnBool:
+      call.attn_mask = attn_mask.sometimes(1, 0).matrix();
+      break;
+    case Mask::kAttnFloat:
+      call.attn_mask = attn_mask.sometimes(-0.5, -INFINITY).matrix();
+      break;
+    case Mask::kKeyBool:
+      call.key_mask = key_mask.sometimes(0, 1).matrix();
+      break;
+    case Mask::kKeyFloat:
+      call.key_mask = key_mask.sometimes(0, -INFINITY).matrix();
+      break;
+    case Mask::kKeyBias:
+      call.key_mask = key_mask.normal(1).matrix();
+      break;
+    case Mask::kNothing:
+      call.key_mask = key_mask.sometimes(1, 1).matrix();
+      break;
+    case Mask::kNone:
+    case Mask::kCausal:
+      break;
+  }
+
+  const bool halving = c.transform && bytes_of(c.dtype) > 2 && c.n_q > 0 && c.n_k > 0 && !below(3);
+  (halving       ? c.kernels->causal_forward
+   : c.transform ? c.kernels->transform_forward
+                 : c.kernels->direct_forward)(call);
+  if (c.transform) {
+    std::vector<TransformReport> reports(size_t(c.heads));
+    c.kernels->transform_report(call, reports.data());
+  }
+
+  Tensor grad_query(c.heads, c.n_q, c.rank, c.dtype, writable_layout());
+  Tensor grad_key(c.heads, c.n_k, c.rank, c.dtype, writable_layout());
+  Tensor grad_value(c.heads, c.n_k, c.dv, c.dtype, writable_layout());
+  Tensor grad_lse(c.heads, c.n_q, 1, DType::kFloat64, any_layout());
+  AttentionGradient gradient{};
+  gradient.call = call;
+  gradient.grad_out = grad_out.matrix();
+  if (below(2)) gradient.grad_lse = grad_lse.normal(1).matrix();
+  gradient.grad_query = grad_query.matrix();
+  gradient.grad_key = grad_key.matrix();
+  gradient.grad_value = grad_value.matrix();
+  (c.transform ? c.kernels->transform_backward : c.kernels->direct_backward)(gradient);
+
+  if (c.spoiled || std::fabs(c.scale) > 100) return;  // gradients may overflow
+  for (const Tensor* x : {&out, &grad_query, &grad_key, &grad_value}) {
+    const Matrix m = x->matrix();
+    const int64_t rows = x == &out || x == &grad_query ? c.n_q : c.n_k;
+    const int64_t columns = x == &out || x == &grad_value ? c.dv : c.rank;
+    for (int64_t h = 0; h < c.heads; ++h)
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < columns; ++j)
+          if (!x->finite(m.head[h] + i * m.row + j * m.column))
+            fail("a result is not finite, or was not written");
+  }
+  for (int64_t i = 0; i < c.heads * c.n_q; ++i)
+    if (std::isnan(reinterpret_cast<double*>(lse.bytes.get())[i]))
+      fail("lse is NaN, or was not written");
+}
+
+const DType kDTypes[] = {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
+Case drawn(const Kernels& kernels, bool transform, int64_t n_q, int64_t n_k) {
+  Case c{};
+  c.kernels = &kernels;
+  c.transform = transform;
+  c.heads = one_of<int64_t>({1, 1, 3});
+  c.n_q = n_q;
+  c.n_k = n_k;
+  c.dv = one_of<int64_t>({1, 3, 8, 16, 17, 64, 65});
+  c.dtype = kDTypes[below(4)];
+  c.spoiled = below(5) == 0;
+  if (transform) {
+    c.rank = 1;
+    c.mask = one_of({Mask::kNone, Mask::kKeyBool, Mask::kKeyFloat, Mask::kKeyBias, Mask::kNothing});
+    // From one panel to more than the transform takes.
+    c.scale = one_of({0.0, 1e-3, -1.0, 1.0, 30.0, 1e3, 1e6, 1e9});
+  } else {
+    c.rank = one_of<int64_t>({1, 2, 3, 5, 8, 16, 17, 33});
+    c.mask = Mask(below(8));
+    c.scale = one_of({0.0, -0.3, 1.0, 40.0});
+    c.dropout_p = one_of({0.0, 0.0, 0.3, 1.0});
+  }
+  return c;
+}
+
+// A layer: the heads of a batch share values, and their results add up in one output.
+void run_layer(const Kernels& kernels, int64_t n) {
+  threads = one_of<int64_t>({1, 3});
+  const int64_t batch = 2, heads = 3, d = one_of<int64_t>({1, 7, 64, 70, 300});
+  const int64_t d_out = one_of<int64_t>({1, 5, 64, 131});
+  const DType dtype = kDTypes[below(4)], sum_dtype = one_of({dtype, DType::kFloat32});
+  const DType wide = dtype == DType::kFloat64 ? dtype : sum_dtype;
+  now_running = "layer or project";
+  Tensor x(batch, n, d, dtype, any_layout()), weight(heads, d_out, d, dtype, any_layout());
+  Tensor both(1, 2 * heads, d, dtype, any_layout()), bias(1, 1, 2 * heads, dtype, any_layout());
+  Tensor numbers(batch, 2 * heads, n, dtype, kContiguous);
+  for (Tensor* t : {&x, &weight, &both, &bias}) t->normal(0.5);
+  if (!below(4)) x.spoil();
+  std::vector<Extent> extents(size_t(batch * 2 * heads));
+  Projection projection{
+      batch,         n, d, 2 * heads, x.matrix(), both.matrix(), bias.matrix(), numbers.matrix(),
+      extents.data()};
+  kernels.project(projection);
+
+  // Offsets of head h of batch b, for tensors that have only one of the two.
+  std::vector<std::vector<int64_t>> kept;
+  const auto spread = [&](const Matrix& m, bool by_batch, int64_t first, int64_t step) {
+    std::vector<int64_t> offset;
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t h = 0; h < heads; ++h)
+        offset.push_back(m.head[by_batch ? b : h] + (first + h) * step);
+    kept.push_back(std::move(offset));
+    return Matrix{m.data, m.dtype, kept.back().data(), m.row, m.column};
+  };
+  kept.reserve(16);
+  const Matrix lines = numbers.matrix();
+  Attention call{};
+  call.heads = batch * heads;
+  call.n_q = call.n_k = n;
+  call.rank = 1;
+  call.dv = d_out;
+  call.value_columns = d;
+  call.summed = heads;
+  call.scale = one_of({0.0, 1.0, -20.0});
+  call.query = spread(lines, true, 0, lines.row);
+  call.key = spread(lines, true, heads, lines.row);
+  for (Matrix* m : {&call.query, &call.key}) m->row = lines.column;
+  call.value = spread(x.matrix(), true, 0, 0);
+  call.weight = spread(weight.matrix(), false, 0, 0);
+  if (below(2)) call.extents = extents.data();
+  Tensor out(batch, n, d_out, wide, writable_layout());
+  call.out = spread(out.matrix(), true, 0, 0);
+  kernels.layer_forward(call);
+
+  Tensor grad_out(batch, n, d_out, dtype, any_layout()), grad_x(batch, n, d, wide, kContiguous);
+  Tensor grad_weight(heads, d_out, d, wide, kContiguous);
+  Tensor grad_query(batch * heads, n, 1, dtype, kContiguous);
+  Tensor grad_key(batch * heads, n, 1, dtype, kContiguous);
+  AttentionGradient gradient{};
+  gradient.call = call;
+  gradient.grad_out = spread(grad_out.normal(1).matrix(), true, 0, 0);
+  gradient.grad_query = grad_query.matrix();
+  gradient.grad_key = grad_key.matrix();
+  gradient.grad_value = spread(grad_x.matrix(), true, 0, 0);
+  gradient.grad_weight = spread(grad_weight.normal(0).matrix(), false, 0, 0);
+  kernels.layer_backward(gradient);
+}
+
+void run_kernels(const Kernels& kernels) {
+  int calls = 0;
+  for (int64_t n : {1, 2, 63, 65, 257, 600})
+    for (int repeat = 0; repeat < 3; ++repeat, ++calls) run_layer(kernels, n);
+  for (int64_t n_q : {0, 1, 2, 63, 65, 257}) {
+    for (int64_t n_k : {0, 1, 2, 63, 65, 257}) {
+      for (int repeat = 0; repeat < 5; ++repeat) {
+        run(drawn(kernels, false, n_q, n_k));
+        run(drawn(kernels, true, n_q, n_k));
+        calls += 2;
+      }
+    }
+  }
+  // Several chunks of tokens, and several shares of keys in the direct backward.
+  for (int64_t n : {4095, 4097, 9001}) {
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      run(drawn(kernels, true, n, one_of<int64_t>({1, 65, n})));
+      run(drawn(kernels, true, one_of<int64_t>({1, 65, n}), n));
+      run(drawn(kernels, false, 65, n));
+      calls += 3;
+    }
+  }
+  // In fp64 a product of 1e6 misses its tolerance: every refinement is tried, then `direct`.
+  for (int64_t n : {65, 4097}) {
+    for (Mask mask : {Mask::kNone, Mask::kKeyBool, Mask::kKeyFloat}) {
+      Case c = drawn(kernels, true, 65, n);
+      c.dtype = DType::kFloat64;
+      c.mask = mask;
+      c.scale = 1e6;
+      c.spoiled = false;
+      run(c);
+      ++calls;
+    }
+  }
+  std::printf("%s: %d calls, forward and backward\n", kernels.name, calls);
+}
+
+// -- the headers that host and device share
+// ----------------------------------------------------------
+
+void expect(bool holds, const char* what) {
+  if (!holds) fail(what);
+}
+
+template <class T>
+void check_online_softmax() {
+  now_running = sizeof(T) == 4 ? "OnlineSoftmax<float>" : "OnlineSoftmax<double>";
+  // Sums of at most 100 terms, each off by a few roundings of T.
+  const double tolerance = sizeof(T) == 4 ? 1e-5 : 1e-13;
+  const OnlineSoftmax<T> empty;
+  expect(empty.lse() == -INFINITY && empty.normaliser() == 0 && empty.reference() == 0,
+         "a row that has met nothing");
+  for (int trial = 0; trial < 1000; ++trial) {
+    const int count = int(below(100)), cut = count ? int(below(count + 1)) : 0;
+    OnlineSoftmax<T> parts[2];
+    double sum = 0;
+    std::normal_distribution<double> draw(0, one_of({1.0, 50.0}));
+    double scaled[2] = {0, 0};  // what an accumulator of ones has become
+    for (int i = 0; i < count; ++i) {
+      const T logit = below(5) ? T(draw(generator)) : T(-INFINITY);
+      const int part = i < cut ? 0 : 1;
+      OnlineSoftmax<T>& state = parts[part];
+      scaled[part] *= double(state.raise(logit));
+      const double weight = double(state.power_of_2(logit - state.reference()));
+      state.sum += weight;
+      scaled[part] += weight;
+      sum += std::exp2(double(logit));
+    }
+    const auto factors = parts[0].merge(parts[1]);
+    const double merged = scaled[0] * double(factors.self) + scaled[1] * double(factors.other);
+    const double lse = parts[0].lse();
+    if (sum == 0) {
+      expect(lse == -INFINITY && merged == 0, "parts without a finite logit");
+    } else {
+      expect(std::fabs(lse - std::log(sum)) <= tolerance * (1 + std::fabs(lse)), "lse of a union");
+      expect(std::fabs(merged * double(parts[0].normaliser()) - 1) <= tolerance,
+             "weights of a union sum to 1");
+    }
+  }
+}
+
+void check_layout() {
+  now_running = "choose_layout";
+  for (int trial = 0; trial < 2000; ++trial) {
+    const double t_size = std::exp(std::uniform_real_distribution<double>(-20, 20)(generator));
+    const double s_size = std::exp(std::uniform_real_distribution<double>(-20, 20)(generator));
+    double t[2], s[2];
+    for (int i = 0; i < 2; ++i) {
+      t[i] = t_size * one_of({-1.0, -0.3, 0.0, 0.7, 1.0});
+      s[i] = s_size * one_of({-1.0, 0.0, 0.5, 1.0});
+    }
+    const Range range{std::min(t[0], t[1]), std::max(t[0], t[1]), std::min(s[0], s[1]),
+                      std::max(s[0], s[1]), 1 + below(1 << 20)};
+    if (largest_product(range) > kLargestProduct) continue;  // such heads go to `direct`
+    const ::boltzattn::Layout layout = choose_layout(
+        range, 1 + below(1 << 20), range.keys, 1 + below(300), one_of({1e-5, 1e-8, 1e-17, 1e-23}));
+    for (const Axis* axis : {&layout.query, &layout.key}) {
+      expect(axis->panels >= 1 && axis->panels < 10000, "a sensible number of panels");
+      expect(axis->nodes >= kLeastNodes && axis->nodes <= kMostNodes, "nodes within the tables");
+      expect(axis->half > 0 && std::isfinite(axis->half), "panels with a width");
+    }
+    double before = -INFINITY;
+    for (int panel = 0; panel < layout.query.panels; ++panel) {
+      for (int i = layout.query.nodes - 1; i >= 0; --i) {  // nodes run from right to left
+        const double node = query_node(layout, panel, i);
+        expect(node > before, "query nodes in order");
+        before = node;
+      }
+    }
+    // Of the rounding of sinh and asinh, whose arguments go up to about 20.
+    const double slack = 1e-12 * (1 + std::fabs(range.t_max) + std::fabs(range.t_min));
+    if (range.t_max > range.t_min) {
+      expect(before <= range.t_max + slack, "query nodes within the range");
+      expect(query_node(layout, 0, layout.query.nodes - 1) >= range.t_min - slack,
+             "query nodes within the range");
+    }
+    before = -INFINITY;
+    for (int panel = 0; panel < layout.key.panels; ++panel) {
+      for (int i = layout.key.nodes - 1; i >= 0; --i) {
+        const double node = key_node(layout, panel, i);
+        expect(node > before && std::fabs(node) <= key_extent(range), "key nodes in order");
+        before = node;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::signal(SIGABRT, [](int) { std::fprintf(stderr, "in: %s\n", now_running.c_str()); });
+  check_online_softmax<float>();
+  check_online_softmax<double>();
+  check_layout();
+  for (const Kernels* table : {&kAvx512, &kAvx2, &kPortable}) {
+    if (table->supported()) {
+      run_kernels(*table);
+    } else {
+      std::printf("%s: not supported by this machine, not run\n", table->name);
+    }
+  }
+  std::puts("no sanitizer has complained");
+}

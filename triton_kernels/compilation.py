@@ -1,0 +1,169 @@
+"""Compiles a launch for an architecture that need not be there, and reads off what it takes.
+
+No driver is asked. A launch is a kernel with its arguments, as `launch.launch` sees it; real
+tensors are needed for their dtypes and alignment only.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+_TYPES = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, the grid it is started on, and what it is given."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple
+    fixed: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+    def pointers_and_numbers(self) -> list[Any]:
+        """The arguments that remain at run time, in the order of the compiled kernel."""
+        left: list[Any] = []
+
+        def visit(value: Any) -> None:
+            if isinstance(value, tuple):
+                for item in value:
+                    visit(item)
+            elif value is not None and not (type(value) is int and value == 1):
+                left.append(value)
+
+        visit(self.args)
+        return left
+
+
+def source_of(launch: Launch) -> ASTSource:
+    """The kernel specialised as Triton's own launcher would: None, 1 and multiples of 16."""
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list] = {}
+
+    def type_of(value: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(value, tuple):
+            return tuple(type_of(item, (*path, i)) for i, item in enumerate(value))
+        if value is None or (type(value) is int and value == 1):
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, Tensor):
+            if value.data_ptr() % 16 == 0:
+                attributes[path] = [["tt.divisibility", 16]]
+            return _TYPES[value.dtype]
+        if isinstance(value, float):
+            return "fp32"
+        if value % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+    names = launch.kernel.arg_names
+    signature = {
+        name: type_of(value, (i,))
+        for i, (name, value) in enumerate(zip(names, launch.args, strict=False))
+    }
+    for name in names[len(launch.args) :]:
+        signature[name] = "constexpr"
+        constants[names.index(name),] = launch.fixed[name]
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def specialisation(launch: Launch) -> str:
+    """Launches with the same text share one compiled kernel."""
+    source = source_of(launch)
+    fixed = sorted((name, str(value)) for name, value in launch.fixed.items())
+    return f"{launch.name} {source.signature} {source.attrs} {fixed}"
+
+
+def compile_for(launch: Launch, target: str) -> CompiledKernel:
+    """The kernel as `target` would run it."""
+    fixed = dict(launch.fixed)
+    if TARGETS[target].backend == "hip" and "PRECISION" in fixed:
+        fixed["PRECISION"] = "ieee"  # as launch.precision says there
+    launch = Launch(launch.kernel, launch.grid, launch.args, fixed)
+    options = {name: fixed[name] for name in OPTIONS if name in fixed}
+    return triton.compile(source_of(launch), target=TARGETS[target], options=options)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one program of a compiled kernel takes."""
+
+    registers: int  # of a thread
+    spilled: int  # bytes of stack of a thread
+    shared: int  # bytes
+    warps: int
+
+
+def resources_of(compiled: CompiledKernel) -> Resources:
+    """Read from the binary's own records."""
+    warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
+    if "amdgcn" in compiled.asm:
+        text = compiled.asm["amdgcn"]
+
+        def number(key: str) -> int:
+            return int(re.search(rf"\.{key}:\s*(\d+)", text).group(1))
+
+        # Scalar registers spill into vector registers there, which is not memory.
+        spilled = number("private_segment_fixed_size") + 4 * number("vgpr_spill_count")
+        return Resources(number("vgpr_count"), spilled, shared, warps)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        record = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = (
+        int(re.search(rf"{key}:(\d+)", record).group(1)) for key in ("REG", "STACK")
+    )
+    return Resources(registers, stack, shared, warps)
+
+
+# (registers, shared memory in bytes, warps, programs) of a multiprocessor.
+MULTIPROCESSORS = {
+    "sm_80": (65536, 164 << 10, 64, 32),
+    "sm_90": (65536, 228 << 10, 64, 32),
+    "sm_100": (65536, 228 << 10, 64, 32),
+    "sm_120": (65536, 100 << 10, 48, 24),
+}
+RESERVED = 1 << 10  # shared memory that the system takes of every program
+
+
+def occupancy(resources: Resources, target: str) -> float:
+    """Share of a multiprocessor's warps that can be resident, on NVIDIA GPUs."""
+    registers, shared, warps, programs = MULTIPROCESSORS[target]
+    of_a_warp = -(-resources.registers // 8) * 8 * 32
+    by_registers = registers // (of_a_warp * resources.warps)
+    by_shared = shared // (resources.shared + RESERVED)
+    resident = min(by_registers, by_shared, warps // resources.warps, programs)
+    return resident * resources.warps / warps

@@ -1,0 +1,201 @@
+"""Launch parameters: a small table, chosen from the compiled kernels' registers and shared memory.
+
+`python -m boltzattn.info --kernels` prints what each entry costs on each architecture. Nothing is
+tuned at run time, so the first call is not slow and results do not depend on a timer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+WIDEST = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}  # columns of a program
+LEAST = 16  # columns of the smallest matrix product
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+_DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _start(kernel: Any, grid: tuple[int, ...], args: tuple, fixed: dict[str, Any]) -> None:
+    kernel[grid](*args, **fixed)
+
+
+_launcher: ContextVar[Callable] = ContextVar("launcher", default=_start)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> None:
+    """Start a kernel on the current device; an empty grid is no work."""
+    if 0 not in grid:
+        _launcher.get()(kernel, grid, args, fixed)
+
+
+@contextlib.contextmanager
+def launching_by(launcher: Callable) -> Iterator[None]:
+    """Within the block, launcher(kernel, grid, args, fixed) is called in place of the GPU."""
+    token = _launcher.set(launcher)
+    try:
+        yield
+    finally:
+        _launcher.reset(token)
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager:
+    """Kernels start on the device of their tensors, whichever is current."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def column_block(dtype: torch.dtype, dv: int) -> int:
+    """Columns of the values that a program takes: a power of 2."""
+    return min(WIDEST[dtype], max(LEAST, 1 << (dv - 1).bit_length()))
+
+
+def precision(device: torch.device) -> str:
+    """How fp32 matrices are multiplied: three tf32 products, as one alone would lose 13 bits.
+
+    AMD's matrix units take fp32 as it is.
+    """
+    return "ieee" if torch.version.hip and device.type == "cuda" else "tf32x3"
+
+
+class DirectTile(NamedTuple):
+    """Sizes of a program of `direct`."""
+
+    BLOCK_Q: int
+    BLOCK_K: int
+    num_warps: int
+
+
+# By kernel and width of the values' block: tiles at rank 1 and at higher ranks, where columns of
+# queries and keys take registers too. The largest that spill nowhere.
+_HALF: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
+    "forward": {
+        16: (DirectTile(128, 32, 4), DirectTile(128, 32, 8)),
+        32: (DirectTile(128, 32, 4), DirectTile(128, 32, 8)),
+        64: (DirectTile(128, 32, 4), DirectTile(64, 16, 4)),
+        128: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
+    },
+    "query_gradient": {
+        16: (DirectTile(128, 32, 8), DirectTile(64, 32, 4)),
+        32: (DirectTile(128, 32, 8), DirectTile(64, 32, 4)),
+        64: (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
+        128: (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
+    },
+    "key_gradient": {
+        16: (DirectTile(32, 64, 8), DirectTile(32, 32, 4)),
+        32: (DirectTile(32, 64, 8), DirectTile(32, 32, 4)),
+        64: (DirectTile(32, 64, 8), DirectTile(16, 32, 4)),
+        128: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
+    },
+}
+_SINGLE: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
+    "forward": {
+        16: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
+        32: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
+        64: (DirectTile(64, 16, 4), DirectTile(64, 16, 4)),
+    },
+    "query_gradient": {
+        16: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
+        32: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
+        64: (DirectTile(64, 16, 4), DirectTile(64, 16, 4)),
+    },
+    "key_gradient": {
+        16: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
+        32: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
+        64: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
+    },
+}
+# An operation costs the interpreter the same for small and for large blocks.
+_INTERPRETED = DirectTile(128, 128, 4)
+
+
+def direct_options(kernel: str, dtype: torch.dtype, rank: int, dv: int, how: str) -> dict[str, Any]:
+    """Everything that is fixed at compile time but the problem itself."""
+    columns = column_block(dtype, dv)
+    table = _SINGLE if dtype == torch.float32 else _HALF
+    tile = table[kernel][columns][rank > 1]
+    if INTERPRETED:
+        tile = _INTERPRETED
+    return {
+        "BLOCK_Q": tile.BLOCK_Q,
+        "BLOCK_K": tile.BLOCK_K,
+        "BLOCK_DV": columns,
+        # The interpreter multiplies no bf16.
+        "DOT": tl.float32 if INTERPRETED else _DOT[dtype],
+        "PRECISION": how,
+        "num_warps": tile.num_warps,
+        "num_stages": 2,
+        # Weights are rebuilt in backward from the same scores: every operation is as written.
+        "enable_fp_fusion": False,
+    }
+
+
+CHUNK = 512  # tokens of a program of the transform: tables are read once for so many
+
+
+class TokenTile(NamedTuple):
+    """Tokens that a pass of the transform multiplies with the nodes of a panel at once."""
+
+    TILE: int
+    num_warps: int
+
+
+# Moments and evaluation stay below 128 registers: a quarter of the threads that fit at most.
+_TOKENS = {
+    "moments": TokenTile(16, 4),
+    "evaluate": TokenTile(32, 4),
+    "query_gradient": TokenTile(16, 8),
+    "key_gradient": TokenTile(32, 8),
+}
+
+
+def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int, how: str) -> dict[str, Any]:
+    """What a pass over tokens has fixed at compile time."""
+    tile = _TOKENS[kernel]
+    return {
+        "CHUNK": CHUNK,
+        "TILE": 64 if INTERPRETED else tile.TILE,
+        "BLOCK_DV": column_block(dtype, dv),
+        "NODES": nodes,
+        # Half precision is not worth a weight's last digits.
+        "WORK": tl.float64 if dtype == torch.float32 else tl.float32,
+        "PRECISION": how,
+        "num_warps": tile.num_warps,
+        "num_stages": 2,
+        "enable_fp_fusion": False,
+    }
+
+
+def node_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
+    """What the core has: no tokens, hence small and in fp64."""
+    return {
+        "BLOCK_DV": min(64, column_block(dtype, dv)),
+        "NODES": nodes,
+        "num_warps": 4,
+        "num_stages": 1,
+        "enable_fp_fusion": False,
+    }
+
+
+def project_options(dtype: torch.dtype, outputs: int, how: str) -> dict[str, Any]:
+    """What the projection has fixed at compile time."""
+    return {
+        "BLOCK": 64,
+        "BLOCK_OUT": min(64, max(LEAST, 1 << (outputs - 1).bit_length())),
+        "BLOCK_K": 32 if dtype == torch.float32 else 64,
+        "DOT": tl.float32 if INTERPRETED else _DOT[dtype],
+        "PRECISION": how,
+        "num_warps": 4,
+        "num_stages": 2,
+        "enable_fp_fusion": False,
+    }
