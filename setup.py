@@ -1,10 +1,10 @@
 """Builds boltzattn. What it knows: compilers, flags and the ABI; everything else is pyproject.toml.
 
 Where torch is installed two extensions are built against its stable ABI: `_C`, the CPU kernels,
-and, where a CUDA toolkit is found, `_C_cuda`. They are two because one linked to CUDA would not load
-under a CPU torch. Whether a GPU is present plays no role. Without torch or without a compiler the
-Python package is installed alone and says so (pip shows it with -v); it then runs on the reference
-backend.
+and, where a CUDA toolkit is found, `_C_cuda`. They are two because one linked to CUDA would not
+load under a CPU torch. Whether a GPU is present plays no role. Without torch or without a compiler
+the Python package is installed alone and says so (pip shows it with -v); it then runs on the
+reference backend.
 
 Environment: BOLTZATTN_CUDA=1 makes a missing toolkit or a failed CUDA build an error, =0 skips it;
 TORCH_CUDA_ARCH_LIST names the architectures; CUDA_HOME the toolkit; MAX_JOBS limits the compilers
