@@ -20,6 +20,8 @@ struct Kernels {
   void (*direct_backward)(const AttentionGradient&);
   void (*transform_forward)(const Attention&);
   void (*transform_backward)(const AttentionGradient&);
+  void (*packed_forward)(const Attention&, const Sequence*, int64_t count);
+  void (*packed_backward)(const AttentionGradient&, const Sequence*, int64_t count);
   void (*causal_forward)(const Attention&);  // rank 1, by direct and transform
   bool (*layer_forward)(const Attention&);   // false: not served, results void
   bool (*layer_backward)(const AttentionGradient&);

@@ -21,6 +21,7 @@ namespace BOLTZATTN_ISA {
 #include "cpu/transform.h"
 #include "cpu/transform_gradient.h"
 #include "cpu/causal.h"
+#include "cpu/packed.h"
 
 static bool is_double(const Attention& a) {
   return a.query.dtype == DType::kFloat64;
@@ -37,6 +38,15 @@ static void transform_forward_any(const Attention& a) {
 }
 static void transform_backward_any(const AttentionGradient& g) {
   is_double(g.call) ? transform_backward<double>(g) : transform_backward<float>(g);
+}
+static void packed_forward_any(const Attention& a, const Sequence* sequences, int64_t count) {
+  is_double(a) ? packed_forward<double>(a, sequences, count)
+               : packed_forward<float>(a, sequences, count);
+}
+static void packed_backward_any(const AttentionGradient& g, const Sequence* sequences,
+                                int64_t count) {
+  is_double(g.call) ? packed_backward<double>(g, sequences, count)
+                    : packed_backward<float>(g, sequences, count);
 }
 static void causal_forward_any(const Attention& a) {
   is_double(a) ? causal_forward<double>(a) : causal_forward<float>(a);
@@ -55,10 +65,11 @@ static void transform_report_any(const Attention& a, TransformReport* reports) {
 }
 
 // Of the functions above, in the order of `Kernels`.
-#define BOLTZATTN_KERNELS(isa)                                                      \
-  isa::direct_forward_any, isa::direct_backward_any, isa::transform_forward_any,    \
-      isa::transform_backward_any, isa::causal_forward_any, isa::layer_forward_any, \
-      isa::layer_backward_any, isa::project_any, isa::transform_report_any
+#define BOLTZATTN_KERNELS(isa)                                                                    \
+  isa::direct_forward_any, isa::direct_backward_any, isa::transform_forward_any,                  \
+      isa::transform_backward_any, isa::packed_forward_any, isa::packed_backward_any,             \
+      isa::causal_forward_any, isa::layer_forward_any, isa::layer_backward_any, isa::project_any, \
+      isa::transform_report_any
 
 }  // namespace BOLTZATTN_ISA
 }  // namespace boltzattn

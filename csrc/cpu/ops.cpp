@@ -247,6 +247,61 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad
   return {grad_query, grad_key, grad_value};
 }
 
+// The sequences of a packed call from where they begin, int64 [count + 1] each, and which of them
+// the transform serves, bool [count].
+std::vector<Sequence> sequences_of(const Attention& call, const Tensor& query_starts,
+                                   const Tensor& key_starts, const Tensor& by_transform) {
+  const int64_t count = by_transform.numel();
+  for (const Tensor* starts : {&query_starts, &key_starts})
+    STD_TORCH_CHECK(starts->is_cpu() && starts->is_contiguous() && starts->numel() == count + 1 &&
+                        starts->scalar_type() == ScalarType::Long,
+                    "boltzattn: starts of sequences must be contiguous int64 [count + 1]");
+  STD_TORCH_CHECK(by_transform.is_cpu() && by_transform.is_contiguous() &&
+                      by_transform.scalar_type() == ScalarType::Bool,
+                  "boltzattn: by_transform must be contiguous bool");
+  const int64_t* query = static_cast<const int64_t*>(query_starts.data_ptr());
+  const int64_t* key = static_cast<const int64_t*>(key_starts.data_ptr());
+  const bool* served = static_cast<const bool*>(by_transform.data_ptr());
+  std::vector<Sequence> sequences;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t n_q = query[i + 1] - query[i], n_k = key[i + 1] - key[i];
+    STD_TORCH_CHECK(n_q >= 0 && n_k >= 0, "boltzattn: starts of sequences must not decrease");
+    sequences.push_back({query[i], n_q, key[i], n_k, served[i]});
+  }
+  STD_TORCH_CHECK(
+      query[0] == 0 && query[count] == call.n_q && key[0] == 0 && key[count] == call.n_k,
+      "boltzattn: sequences must cover all rows");
+  return sequences;
+}
+
+// Like `forward`, of sequences end to end; out has the strides it is given.
+Tensor packed_forward(Tensor query, Tensor key, Tensor value, Tensor query_starts,
+                      Tensor key_starts, Tensor by_transform, double scale, bool is_causal,
+                      Tensor out) {
+  Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
+  Descriptions d(query);
+  const Attention call = describe(d, query, key, value, {}, {}, {}, scale, 0, is_causal, out, lse);
+  const auto sequences = sequences_of(call, query_starts, key_starts, by_transform);
+  kernels().packed_forward(call, sequences.data(), int64_t(sequences.size()));
+  return lse;
+}
+
+void packed_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query, Tensor key,
+                     Tensor value, Tensor out, Tensor lse, Tensor query_starts, Tensor key_starts,
+                     Tensor by_transform, double scale, bool is_causal, Tensor grad_query,
+                     Tensor grad_key, Tensor grad_value) {
+  Descriptions d(query);
+  AttentionGradient g{};
+  g.call = describe(d, query, key, value, {}, {}, {}, scale, 0, is_causal, out, lse);
+  g.grad_out = d.matrix(grad_out, g.call.n_q, g.call.dv);
+  g.grad_lse = d.column_vector(grad_lse, g.call.n_q);
+  g.grad_query = d.matrix(grad_query, g.call.n_q, g.call.rank);
+  g.grad_key = d.matrix(grad_key, g.call.n_k, g.call.rank);
+  g.grad_value = d.matrix(grad_value, g.call.n_k, g.call.dv);
+  const auto sequences = sequences_of(g.call, query_starts, key_starts, by_transform);
+  kernels().packed_backward(g, sequences.data(), int64_t(sequences.size()));
+}
+
 constexpr int64_t kExtentSize = sizeof(Extent) / sizeof(double);
 
 // x: [batch, n, d]; weight: [outputs, d]; bias: [outputs]. Returns [batch, outputs, n] and the
@@ -396,6 +451,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
   m.def("cpu_transform_backward" BOLTZATTN_BACKWARD);
   m.def("cpu_causal_forward" BOLTZATTN_FORWARD);
   m.def(
+      "cpu_packed_forward(Tensor query, Tensor key, Tensor value, Tensor query_starts, "
+      "Tensor key_starts, Tensor by_transform, float scale, bool is_causal, Tensor(a!) out) "
+      "-> Tensor");
+  m.def(
+      "cpu_packed_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
+      "Tensor value, Tensor out, Tensor lse, Tensor query_starts, Tensor key_starts, "
+      "Tensor by_transform, float scale, bool is_causal, Tensor(a!) grad_query, "
+      "Tensor(b!) grad_key, Tensor(c!) grad_value) -> ()");
+  m.def(
       "cpu_layer_forward(Tensor query, Tensor key, Tensor value, Tensor weight, "
       "Tensor? weight_bias, Tensor? out_bias, Tensor? key_mask, Tensor? extents, float scale) "
       "-> (Tensor, bool)");
@@ -415,6 +479,8 @@ STABLE_TORCH_LIBRARY_IMPL(boltzattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_direct_backward", TORCH_BOX(&boltzattn::backward<&Kernels::direct_backward>));
   m.impl("cpu_transform_forward", TORCH_BOX(&boltzattn::forward<&Kernels::transform_forward>));
   m.impl("cpu_causal_forward", TORCH_BOX(&boltzattn::forward<&Kernels::causal_forward>));
+  m.impl("cpu_packed_forward", TORCH_BOX(&boltzattn::packed_forward));
+  m.impl("cpu_packed_backward", TORCH_BOX(&boltzattn::packed_backward));
   m.impl("cpu_layer_forward", TORCH_BOX(&boltzattn::layer_forward));
   m.impl("cpu_layer_backward", TORCH_BOX(&boltzattn::layer_backward));
   m.impl("cpu_project", TORCH_BOX(&boltzattn::project));

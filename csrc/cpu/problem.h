@@ -62,6 +62,12 @@ struct AttentionGradient {
   Matrix grad_weight;  // [heads, dv, value_columns], added to
 };
 
+// One of several sequences that stand end to end in the rows of the tensors of a call.
+struct Sequence {
+  int64_t query, n_q, key, n_k;  // its queries are rows [query, query + n_q); keys likewise
+  bool by_transform;             // else by `direct`
+};
+
 // Numbers of rank-1 queries and keys from tokens: out = weight x + bias.
 struct Projection {
   int64_t batch, n, columns, outputs;

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from boltzattn import backends, reference
 from boltzattn.functional import attention, self_attention
 from boltzattn.nn.approximation import Approximation, truncate
-from boltzattn.nn.inputs import check_inputs, check_mask
+from boltzattn.nn.inputs import check_inputs, check_jagged, check_mask, jagged
 
 
 class _DeclineFastPath:
@@ -313,7 +313,8 @@ class LowRankAttention(nn.Module):
 
         Args:
             query: `[n_q, batch, embed_dim]`, `[batch, n_q, embed_dim]` with `batch_first`, or
-                `[n_q, embed_dim]` unbatched; key and value alike with n_k.
+                `[n_q, embed_dim]` unbatched; key and value alike with n_k. With `batch_first` also
+                nested tensors of the jagged layout, without masks: no padding is computed.
             key_padding_mask: `[batch, n_k]` (`[n_k]` unbatched); bool, True = ignore this key, or
                 floating, added to its logits.
             need_weights: also return the attention weights; forms all n_q x n_k of them.
@@ -327,6 +328,19 @@ class LowRankAttention(nn.Module):
             The result in the shape of `query`, and the weights, `[batch, n_q, n_k]` or per head
             `[batch, num_heads, n_q, n_k]` (no batch axis if unbatched), or None.
         """
+        if jagged(query, key, value):
+            check_jagged(
+                query,
+                key,
+                value,
+                (self.embed_dim, self.kdim, self.vdim),
+                self.batch_first,
+                key_padding_mask=key_padding_mask is not None,
+                need_weights=need_weights,
+                attn_mask=attn_mask is not None,
+                dropout=self.dropout > 0.0 and self.training,
+            )
+            return self._forward_jagged(query, key, value, is_causal), None
         check_inputs(query, key, value, (self.embed_dim, self.kdim, self.vdim), self.batch_first)
         turned = query.ndim == 3 and not self.batch_first
         is_self = query is key and key is value
@@ -385,6 +399,26 @@ class LowRankAttention(nn.Module):
         if self.output_dropout > 0.0:
             out = F.dropout(out, self.output_dropout, self.training)
         return (out.transpose(0, 1) if turned else out), weights
+
+    def _forward_jagged(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+        """Nested tensors of the jagged layout are packed sequences already."""
+        query, key, value = (x.contiguous() for x in (query, key, value))  # no holes
+        w_q, b_q, b_k, b_v = self._query_weight_and_biases()
+        heads: Any = attention(
+            F.linear(query.values(), w_q, b_q).unflatten(-1, (self.num_heads, -1)),
+            F.linear(key.values(), self.k_proj_weight, b_k).unflatten(-1, (self.num_heads, -1)),
+            F.linear(value.values(), self.v_proj_weight, b_v).unflatten(-1, (self.num_heads, -1)),
+            is_causal=is_causal,
+            scale=self.scale,
+            method=self.method,
+            backend=self.backend,
+            cu_seqlens_q=query.offsets(),
+            cu_seqlens_k=key.offsets(),
+        )
+        out = self.out_proj(heads.flatten(-2))
+        if self.output_dropout > 0.0:
+            out = F.dropout(out, self.output_dropout, self.training)
+        return torch.nested.nested_tensor_from_jagged(out, query.offsets())
 
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
