@@ -247,6 +247,61 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad
   return {grad_query, grad_key, grad_value};
 }
 
+// The sequences of a packed call from where they begin, int64 [count + 1] each, and which of them
+// the transform serves, bool [count].
+std::vector<Sequence> sequences_of(const Attention& call, const Tensor& query_starts,
+                                   const Tensor& key_starts, const Tensor& by_transform) {
+  const int64_t count = by_transform.numel();
+  for (const Tensor* starts : {&query_starts, &key_starts})
+    STD_TORCH_CHECK(starts->is_cpu() && starts->is_contiguous() && starts->numel() == count + 1 &&
+                        starts->scalar_type() == ScalarType::Long,
+                    "boltzattn: starts of sequences must be contiguous int64 [count + 1]");
+  STD_TORCH_CHECK(by_transform.is_cpu() && by_transform.is_contiguous() &&
+                      by_transform.scalar_type() == ScalarType::Bool,
+                  "boltzattn: by_transform must be contiguous bool");
+  const int64_t* query = static_cast<const int64_t*>(query_starts.data_ptr());
+  const int64_t* key = static_cast<const int64_t*>(key_starts.data_ptr());
+  const bool* served = static_cast<const bool*>(by_transform.data_ptr());
+  std::vector<Sequence> sequences;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t n_q = query[i + 1] - query[i], n_k = key[i + 1] - key[i];
+    STD_TORCH_CHECK(n_q >= 0 && n_k >= 0, "boltzattn: starts of sequences must not decrease");
+    sequences.push_back({query[i], n_q, key[i], n_k, served[i]});
+  }
+  STD_TORCH_CHECK(
+      query[0] == 0 && query[count] == call.n_q && key[0] == 0 && key[count] == call.n_k,
+      "boltzattn: sequences must cover all rows");
+  return sequences;
+}
+
+// Like `forward`, of sequences end to end; out has the strides it is given.
+Tensor packed_forward(Tensor query, Tensor key, Tensor value, Tensor query_starts,
+                      Tensor key_starts, Tensor by_transform, double scale, bool is_causal,
+                      Tensor out) {
+  Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
+  Descriptions d(query);
+  const Attention call = describe(d, query, key, value, {}, {}, {}, scale, 0, is_causal, out, lse);
+  const auto sequences = sequences_of(call, query_starts, key_starts, by_transform);
+  kernels().packed_forward(call, sequences.data(), int64_t(sequences.size()));
+  return lse;
+}
+
+void packed_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query, Tensor key,
+                     Tensor value, Tensor out, Tensor lse, Tensor query_starts, Tensor key_starts,
+                     Tensor by_transform, double scale, bool is_causal, Tensor grad_query,
+                     Tensor grad_key, Tensor grad_value) {
+  Descriptions d(query);
+  AttentionGradient g{};
+  g.call = describe(d, query, key, value, {}, {}, {}, scale, 0, is_causal, out, lse);
+  g.grad_out = d.matrix(grad_out, g.call.n_q, g.call.dv);
+  g.grad_lse = d.column_vector(grad_lse, g.call.n_q);
+  g.grad_query = d.matrix(grad_query, g.call.n_q, g.call.rank);
+  g.grad_key = d.matrix(grad_key, g.call.n_k, g.call.rank);
+  g.grad_value = d.matrix(grad_value, g.call.n_k, g.call.dv);
+  const auto sequences = sequences_of(g.call, query_starts, key_starts, by_transform);
+  kernels().packed_backward(g, sequences.data(), int64_t(sequences.size()));
+}
+
 constexpr int64_t kExtentSize = sizeof(Extent) / sizeof(double);
 
 // x: [batch, n, d]; weight: [outputs, d]; bias: [outputs]. Returns [batch, outputs, n] and the
@@ -280,10 +335,9 @@ std::tuple<Tensor, Tensor> project(Tensor x, Tensor weight, OptionalTensor bias)
   return {out, extents};
 }
 
-// [heads, 7] in the order of TransformReport.
-Tensor transform_report(Tensor query, Tensor key, Tensor value, OptionalTensor key_mask,
-                        double scale) {
-  Descriptions d(query);
+// A call of rank 1 that returns no outputs.
+Attention describe_tokens(Descriptions& d, const Tensor& query, const Tensor& key,
+                          const Tensor& value, const OptionalTensor& key_mask, double scale) {
   Attention call{};
   call.heads = d.heads();
   call.n_q = query.size(query.dim() - 2);
@@ -297,10 +351,114 @@ Tensor transform_report(Tensor query, Tensor key, Tensor value, OptionalTensor k
   call.value_columns = call.dv;
   call.summed = 1;
   call.key_mask = d.row_vector(key_mask, call.n_k);
+  return call;
+}
+
+// [heads, 7] in the order of TransformReport.
+Tensor transform_report(Tensor query, Tensor key, Tensor value, OptionalTensor key_mask,
+                        double scale) {
+  Descriptions d(query);
+  const Attention call = describe_tokens(d, query, key, value, key_mask, scale);
   Tensor reports = torch::stable::new_empty(
       query, {call.heads, int64_t(sizeof(TransformReport) / sizeof(double))}, ScalarType::Double);
   kernels().transform_report(call, static_cast<TransformReport*>(reports.data_ptr()));
   return reports;
+}
+
+// ---- the transform in stages: see cpu/stages.h ----
+
+// Of queries and of keys: [heads, 2, 6].
+Tensor stage_extents(Tensor query, Tensor key, Tensor value, OptionalTensor key_mask) {
+  Descriptions d(query);
+  const Attention call = describe_tokens(d, query, key, value, key_mask, 1);
+  Tensor extents =
+      torch::stable::new_empty(query, {call.heads, 2, kExtentSize}, ScalarType::Double);
+  kernels().stage_extents(call, static_cast<Extent*>(extents.data_ptr()));
+  return extents;
+}
+
+// Checked tensors of doubles that were shared between machines.
+const double* shared_numbers(const Tensor& x, int64_t size) {
+  STD_TORCH_CHECK(
+      x.is_cpu() && x.is_contiguous() && x.scalar_type() == ScalarType::Double && x.numel() == size,
+      "boltzattn: shared numbers must be contiguous float64 of the agreed size");
+  return static_cast<const double*>(x.data_ptr());
+}
+
+struct SharedCall {
+  Descriptions d;
+  AttentionGradient g{};
+  const SharedRange* range;
+  int64_t sizes[2];  // of sums over keys, of sums over queries
+
+  SharedCall(const Tensor& query, const Tensor& key, const Tensor& value,
+             const OptionalTensor& key_mask, const Tensor& shared, double scale)
+      : d(query) {
+    g.call = describe_tokens(d, query, key, value, key_mask, scale);
+    range = reinterpret_cast<const SharedRange*>(
+        shared_numbers(shared, g.call.heads * int64_t(sizeof(SharedRange) / sizeof(double))));
+    kernels().stage_sizes(g, range, sizes);
+  }
+};
+
+// (numbers of sums over keys, numbers of sums over queries) that are shared.
+std::tuple<int64_t, int64_t> stage_sizes(Tensor query, Tensor key, Tensor value, Tensor shared) {
+  const SharedCall one(query, key, value, {}, shared, 1);
+  return {one.sizes[0], one.sizes[1]};
+}
+
+Tensor stage_sum_keys(Tensor query, Tensor key, Tensor value, OptionalTensor key_mask,
+                      Tensor extents, Tensor shared, double scale) {
+  SharedCall one(query, key, value, key_mask, shared, scale);
+  const double* found = shared_numbers(extents, one.g.call.heads * 2 * kExtentSize);
+  Tensor sums = torch::stable::new_empty(query, {one.sizes[0]}, ScalarType::Double);
+  kernels().stage_sum_keys(one.g, one.range, reinterpret_cast<const Extent*>(found),
+                           static_cast<double*>(sums.data_ptr()));
+  return sums;
+}
+
+std::tuple<Tensor, Tensor, Tensor> stage_forward(Tensor query, Tensor key, Tensor value,
+                                                 OptionalTensor key_mask, Tensor shared,
+                                                 Tensor sums, double scale) {
+  SharedCall one(query, key, value, key_mask, shared, scale);
+  Attention& call = one.g.call;
+  Tensor out = new_rows(query, shape_with(query, call.dv));
+  Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
+  Tensor served = torch::stable::new_empty(query, {call.heads}, ScalarType::Bool);
+  call.out = one.d.matrix(out, call.n_q, call.dv);
+  call.lse = one.d.column_vector(lse, call.n_q);
+  kernels().stage_forward(one.g, one.range, shared_numbers(sums, one.sizes[0]),
+                          static_cast<bool*>(served.data_ptr()));
+  return {out, lse, served};
+}
+
+std::tuple<Tensor, Tensor> stage_sum_queries(Tensor grad_out, OptionalTensor grad_lse, Tensor query,
+                                             Tensor key, Tensor value, Tensor shared, Tensor sums,
+                                             double scale) {
+  SharedCall one(query, key, value, {}, shared, scale);
+  AttentionGradient& g = one.g;
+  Tensor grad_query = torch::stable::new_empty(query, shape_of(query));
+  Tensor query_sums = torch::stable::new_empty(query, {one.sizes[1]}, ScalarType::Double);
+  g.grad_out = one.d.matrix(grad_out, g.call.n_q, g.call.dv);
+  g.grad_lse = one.d.column_vector(grad_lse, g.call.n_q);
+  g.grad_query = one.d.matrix(grad_query, g.call.n_q, 1);
+  kernels().stage_sum_queries(g, one.range, shared_numbers(sums, one.sizes[0]),
+                              static_cast<double*>(query_sums.data_ptr()));
+  return {grad_query, query_sums};
+}
+
+std::tuple<Tensor, Tensor> stage_key_gradients(Tensor query, Tensor key, Tensor value,
+                                               OptionalTensor key_mask, Tensor shared, Tensor sums,
+                                               Tensor query_sums, double scale) {
+  SharedCall one(query, key, value, key_mask, shared, scale);
+  AttentionGradient& g = one.g;
+  Tensor grad_key = torch::stable::new_empty(key, shape_of(key));
+  Tensor grad_value = new_rows(value, shape_of(value));
+  g.grad_key = one.d.matrix(grad_key, g.call.n_k, 1);
+  g.grad_value = one.d.matrix(grad_value, g.call.n_k, g.call.dv);
+  kernels().stage_key_gradients(g, one.range, shared_numbers(sums, one.sizes[0]),
+                                shared_numbers(query_sums, one.sizes[1]));
+  return {grad_key, grad_value};
 }
 
 // A layer whose values are projected at the nodes. query, key: [batch, heads, n, 1];
@@ -396,6 +554,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
   m.def("cpu_transform_backward" BOLTZATTN_BACKWARD);
   m.def("cpu_causal_forward" BOLTZATTN_FORWARD);
   m.def(
+      "cpu_packed_forward(Tensor query, Tensor key, Tensor value, Tensor query_starts, "
+      "Tensor key_starts, Tensor by_transform, float scale, bool is_causal, Tensor(a!) out) "
+      "-> Tensor");
+  m.def(
+      "cpu_packed_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
+      "Tensor value, Tensor out, Tensor lse, Tensor query_starts, Tensor key_starts, "
+      "Tensor by_transform, float scale, bool is_causal, Tensor(a!) grad_query, "
+      "Tensor(b!) grad_key, Tensor(c!) grad_value) -> ()");
+  m.def(
       "cpu_layer_forward(Tensor query, Tensor key, Tensor value, Tensor weight, "
       "Tensor? weight_bias, Tensor? out_bias, Tensor? key_mask, Tensor? extents, float scale) "
       "-> (Tensor, bool)");
@@ -404,6 +571,20 @@ STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
       "cpu_layer_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor weight, "
       "Tensor? weight_bias, Tensor? key_mask, Tensor? extents, float scale) "
       "-> (Tensor, Tensor, Tensor, Tensor, bool)");
+  m.def("cpu_stage_extents(Tensor query, Tensor key, Tensor value, Tensor? key_mask) -> Tensor");
+  m.def("cpu_stage_sizes(Tensor query, Tensor key, Tensor value, Tensor shared) -> (int, int)");
+  m.def(
+      "cpu_stage_sum_keys(Tensor query, Tensor key, Tensor value, Tensor? key_mask, "
+      "Tensor extents, Tensor shared, float scale) -> Tensor");
+  m.def(
+      "cpu_stage_forward(Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor shared, "
+      "Tensor sums, float scale) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "cpu_stage_sum_queries(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
+      "Tensor value, Tensor shared, Tensor sums, float scale) -> (Tensor, Tensor)");
+  m.def(
+      "cpu_stage_key_gradients(Tensor query, Tensor key, Tensor value, Tensor? key_mask, "
+      "Tensor shared, Tensor sums, Tensor query_sums, float scale) -> (Tensor, Tensor)");
   m.def(
       "cpu_transform_report(Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale) "
       "-> Tensor");
@@ -415,9 +596,17 @@ STABLE_TORCH_LIBRARY_IMPL(boltzattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_direct_backward", TORCH_BOX(&boltzattn::backward<&Kernels::direct_backward>));
   m.impl("cpu_transform_forward", TORCH_BOX(&boltzattn::forward<&Kernels::transform_forward>));
   m.impl("cpu_causal_forward", TORCH_BOX(&boltzattn::forward<&Kernels::causal_forward>));
+  m.impl("cpu_packed_forward", TORCH_BOX(&boltzattn::packed_forward));
+  m.impl("cpu_packed_backward", TORCH_BOX(&boltzattn::packed_backward));
   m.impl("cpu_layer_forward", TORCH_BOX(&boltzattn::layer_forward));
   m.impl("cpu_layer_backward", TORCH_BOX(&boltzattn::layer_backward));
   m.impl("cpu_project", TORCH_BOX(&boltzattn::project));
+  m.impl("cpu_stage_extents", TORCH_BOX(&boltzattn::stage_extents));
+  m.impl("cpu_stage_sizes", TORCH_BOX(&boltzattn::stage_sizes));
+  m.impl("cpu_stage_sum_keys", TORCH_BOX(&boltzattn::stage_sum_keys));
+  m.impl("cpu_stage_forward", TORCH_BOX(&boltzattn::stage_forward));
+  m.impl("cpu_stage_sum_queries", TORCH_BOX(&boltzattn::stage_sum_queries));
+  m.impl("cpu_stage_key_gradients", TORCH_BOX(&boltzattn::stage_key_gradients));
   m.impl("cpu_transform_report", TORCH_BOX(&boltzattn::transform_report));
   m.impl("cpu_transform_backward", TORCH_BOX(&boltzattn::backward<&Kernels::transform_backward>));
 }

@@ -62,6 +62,20 @@ struct AttentionGradient {
   Matrix grad_weight;  // [heads, dv, value_columns], added to
 };
 
+// One of several sequences that stand end to end in the rows of the tensors of a call.
+struct Sequence {
+  int64_t query, n_q, key, n_k;  // its queries are rows [query, query + n_q); keys likewise
+  bool by_transform;             // else by `direct`
+};
+
+// What machines that share a head agree on: the range of all queries and keys, and of these at
+// most how many there are. Doubles throughout, so that a tensor can hold it.
+struct SharedRange {
+  double t_min, t_max, s_min, s_max, keys;
+  double n_q, n_k;  // of one machine: what the layout's cost is weighed by
+  double level;     // of precision; negative: not for the transform
+};
+
 // Numbers of rank-1 queries and keys from tokens: out = weight x + bias.
 struct Projection {
   int64_t batch, n, columns, outputs;

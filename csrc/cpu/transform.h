@@ -6,6 +6,7 @@
 // and the order of sums depend on sizes alone: results are bitwise the same for any number of
 // threads.
 
+constexpr double kLargestSum = 1e300;
 constexpr int kLevels = 3;  // precisions tried before a head goes to `direct`
 
 // Interpolation error aimed at: below the rounding of T at first, then tighter. Half precision
@@ -476,6 +477,18 @@ struct Transform {
     return largest;
   }
 
+  // NaN or inf among the values would be lost where a key has no weight; dense softmax keeps it.
+  bool finite_sums() const { return largest_of(raw.data, key_nodes() * raw_size) <= kLargestSum; }
+
+  // Finds the certificate, relative to values of this size; whether it is within tolerance.
+  bool certify(const Bounds& bounds, double size) {
+    const DType dtype = call.value.dtype;
+    const double relative = bounds.query == 0 ? 0 : bounds.query / size;
+    certificate = relative + 2 * bounds.key / (1 - (bounds.key < 0.5 ? bounds.key : 0.5)) +
+                  rounding_of(dtype, largest_product(range));
+    return certificate <= tolerance_of(dtype);
+  }
+
   // Range, layout, moments and node values, refined until the certificate is within tolerance.
   // False: the head must be computed by `direct`.
   bool build(bool slopes) {
@@ -492,22 +505,17 @@ struct Transform {
       raw.resize(key_nodes() * raw_size);
       sum_moments(true, call.value, columns, nullptr, raw_size, raw.data,
                   [](int, const Tile&, int64_t, int64_t, const T*, const T*, T*) {});
-      // NaN or inf among the values would be lost where a key has no weight; dense softmax keeps
-      // it.
-      if (!(largest_of(raw.data, key_nodes() * raw_size) <= 1e300)) return false;
+      if (!finite_sums()) return false;
       measure_from_ends();
       const Bounds bounds = run_core(slopes);
-      if (!(bounds.largest <= 1e300)) return false;
+      if (!(bounds.largest <= kLargestSum)) return false;
       // |F - centre| <= 2 max|v|, so half of its largest can only overstate the relative error;
       // the values themselves are looked at only if that is not good enough.
       for (const bool exact : {false, true}) {
         if (exact && call.weight) break;  // the values are not at hand
         if (exact && largest == 0) largest = largest_value();
         const double size = exact ? largest : bounds.largest / 2;
-        const double relative = bounds.query == 0 ? 0 : bounds.query / size;
-        certificate = relative + 2 * bounds.key / (1 - (bounds.key < 0.5 ? bounds.key : 0.5)) +
-                      rounding_of(dtype, product);
-        if (certificate <= tolerance_of(dtype)) return true;
+        if (certify(bounds, size)) return true;
       }
     }
     return false;

@@ -1,17 +1,20 @@
 """Exact softmax attention for low-rank heads."""
 
-from boltzattn import nn
+from boltzattn import distributed, nn
 from boltzattn._version import __version__
 from boltzattn.backends import BACKENDS, METHODS, use_backend, use_method
 from boltzattn.functional import attention, boltz, explain, self_attention
 from boltzattn.merging import merge
+from boltzattn.streaming import StreamingAttention
 
 __all__ = [
     "BACKENDS",
     "METHODS",
+    "StreamingAttention",
     "__version__",
     "attention",
     "boltz",
+    "distributed",
     "explain",
     "merge",
     "nn",

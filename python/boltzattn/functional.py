@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boltzattn import backends, layer, ops, plan, reference  # noqa: F401
+from boltzattn import backends, layer, ops, packed, plan, reference  # noqa: F401
 from boltzattn.autograd import Attention, Options
 
 # query, key, value, attn_mask, key_mask, seed: see `reference`.
@@ -31,6 +31,8 @@ def attention(
     method: str = ...,
     backend: str = ...,
     return_lse: Literal[False] = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -47,6 +49,8 @@ def attention(
     method: str = ...,
     backend: str = ...,
     return_lse: Literal[True],
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
@@ -62,6 +66,8 @@ def attention(
     method: str = "auto",
     backend: str = "auto",
     return_lse: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention, `out_i = sum_j softmax_j(scale * q_i . k_j) v_j`.
 
@@ -86,6 +92,13 @@ def attention(
         backend: "auto" or one of `boltzattn.BACKENDS`.
         return_lse: also return the log-sum-exp of the logits, `[..., H, n_q]`, fp32 (fp64 for
             fp64 inputs). It is differentiable.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 `[sequences + 1]`, given together: the batch is
+            packed without padding, as in flash-attn's varlen functions. Then query is
+            `[total_q, H, rank]`, key `[total_k, H, rank]`, value `[total_k, H, dv]`; sequence b has
+            queries `cu_seqlens_q[b] : cu_seqlens_q[b + 1]`, keys likewise, and attends to itself
+            alone. Any length may be 0. The result is `[total_q, H, dv]`, lse `[H, total_q]`.
+            `is_causal` is aligned at the top left of every sequence (flash-attn: bottom right; the
+            same where the lengths are equal). No masks and no dropout.
 
     Returns:
         `[..., H, n_q, dv]` in the dtype of the inputs. A query that may attend to nothing gets
@@ -96,7 +109,23 @@ def attention(
         >>> q, k, v = torch.randn(8, 4096, 1), torch.randn(8, 4096, 1), torch.randn(8, 4096, 64)
         >>> boltzattn.attention(q, k, v).shape
         torch.Size([8, 4096, 64])
+        >>> starts = torch.tensor([0, 100, 100, 4096])  # three sequences, the second one empty
+        >>> q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        >>> boltzattn.attention(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts).shape
+        torch.Size([4096, 8, 64])
     """
+    is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    if is_packed:
+        query, key, value = packed.rows_last(
+            query,
+            key,
+            value,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            attn_mask=attn_mask is not None,
+            key_padding_mask=key_padding_mask is not None,
+            dropout_p=dropout_p > 0.0,
+        )
     tensors, options, lead = _canonical(
         query,
         key,
@@ -111,7 +140,12 @@ def attention(
         backend,
     )
     needs_gradient = [x is not None and x.requires_grad for x in tensors[:5]]
-    if not torch.is_grad_enabled() or not any(needs_gradient):
+    if is_packed:
+        scale, _, *rest = options
+        out, lse = torch.ops.boltzattn.packed_forward(
+            *tensors[:3], cu_seqlens_q, cu_seqlens_k, scale, *rest
+        )
+    elif not torch.is_grad_enabled() or not any(needs_gradient):
         out, lse = ops.forward(*tensors, *options)
     elif any(needs_gradient[3:]):
         _check_mask_gradient(options[4])
@@ -120,6 +154,8 @@ def attention(
         out, lse = Attention.apply(*tensors, options)
     if enable_gqa:
         out = out.reshape(*lead, *out.shape[-2:])
+    if is_packed:
+        out = out.transpose(0, 1)
     if not return_lse:
         return out
     return out, lse.reshape(*lead, lse.shape[-1]).to(reference.accumulate_dtype(out.dtype))

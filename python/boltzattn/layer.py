@@ -265,7 +265,9 @@ class LayerBackward(torch.autograd.Function):
         return *second, None, None, None, None, None
 
 
-def _above_autograd(operator: Any, function: type[torch.autograd.Function]) -> Any:
+def above_autograd(operator: Any, function: type[torch.autograd.Function]) -> Any:
+    """An Autograd kernel, so that calling the bare operator is differentiable."""
+
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             return function.apply(*args)
@@ -281,4 +283,4 @@ for _name, _function in (
     ("project", Projection),
 ):
     _operator = getattr(torch.ops.boltzattn, _name)
-    ops.library.impl(_name, _above_autograd(_operator, _function), "Autograd")
+    ops.library.impl(_name, above_autograd(_operator, _function), "Autograd")

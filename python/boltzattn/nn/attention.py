@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from boltzattn import backends, reference
+from boltzattn import backends, distributed, reference
 from boltzattn.functional import attention, self_attention
 from boltzattn.nn.approximation import Approximation, truncate
-from boltzattn.nn.inputs import check_inputs, check_mask
+from boltzattn.nn.inputs import check_inputs, check_jagged, check_mask, jagged
 
 
 class _DeclineFastPath:
@@ -65,6 +65,9 @@ class LowRankAttention(nn.Module):
             parameter that starts at 0.
         output_dropout: dropout on the result, after the output projection.
         method, backend: as in `boltzattn.attention`.
+        process_group: the sequence is spread over the processes of this torch.distributed group,
+            inputs and results being this process's tokens; see `boltzattn.distributed`. At rank 1
+            moments are exchanged, else keys and values are gathered.
 
     Initialisation: the rows of W_Q, and those of W_K, are orthonormal. For inputs of unit variance
     (what a LayerNorm gives) every coordinate of q and k then has variance exactly 1, and the
@@ -109,6 +112,7 @@ class LowRankAttention(nn.Module):
         output_dropout: float = 0.0,
         method: str = "auto",
         backend: str = "auto",
+        process_group: Any = None,
     ) -> None:
         super().__init__()
         for name, size in (
@@ -163,6 +167,7 @@ class LowRankAttention(nn.Module):
         self.scale = scale
         self.method = method
         self.backend = backend
+        self.process_group = process_group
         self.approximation: Approximation | None = None  # set by from_multihead
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -313,7 +318,8 @@ class LowRankAttention(nn.Module):
 
         Args:
             query: `[n_q, batch, embed_dim]`, `[batch, n_q, embed_dim]` with `batch_first`, or
-                `[n_q, embed_dim]` unbatched; key and value alike with n_k.
+                `[n_q, embed_dim]` unbatched; key and value alike with n_k. With `batch_first` also
+                nested tensors of the jagged layout, without masks: no padding is computed.
             key_padding_mask: `[batch, n_k]` (`[n_k]` unbatched); bool, True = ignore this key, or
                 floating, added to its logits.
             need_weights: also return the attention weights; forms all n_q x n_k of them.
@@ -327,6 +333,20 @@ class LowRankAttention(nn.Module):
             The result in the shape of `query`, and the weights, `[batch, n_q, n_k]` or per head
             `[batch, num_heads, n_q, n_k]` (no batch axis if unbatched), or None.
         """
+        if jagged(query, key, value):
+            check_jagged(
+                query,
+                key,
+                value,
+                (self.embed_dim, self.kdim, self.vdim),
+                self.batch_first,
+                key_padding_mask=key_padding_mask is not None,
+                need_weights=need_weights,
+                attn_mask=attn_mask is not None,
+                dropout=self.dropout > 0.0 and self.training,
+                process_group=self.process_group is not None,
+            )
+            return self._forward_jagged(query, key, value, is_causal), None
         check_inputs(query, key, value, (self.embed_dim, self.kdim, self.vdim), self.batch_first)
         turned = query.ndim == 3 and not self.batch_first
         is_self = query is key and key is value
@@ -341,6 +361,18 @@ class LowRankAttention(nn.Module):
             else:  # of a rectangle "causal" may mean two things; the mask says which
                 is_causal = False
 
+        if self.process_group is not None:
+            refused = {
+                "need_weights": need_weights,
+                "attn_mask": attn_mask is not None,
+                "is_causal": is_causal,
+                "dropout": self.dropout > 0.0 and self.training,
+            }
+            if given := [name for name, is_given in refused.items() if is_given]:
+                raise ValueError(
+                    f"{given[0]} must not be used together with process_group: a sequence that is "
+                    "spread over processes takes a key_padding_mask only"
+                )
         w_q, b_q, b_k, b_v = self._query_weight_and_biases()
         masks: dict[str, Any] = {
             "attn_mask": attn_mask,
@@ -354,7 +386,7 @@ class LowRankAttention(nn.Module):
             "backend": self.backend,
         }
         weights = None
-        if is_self and not need_weights:
+        if is_self and not need_weights and self.process_group is None:
             out = self_attention(
                 query,
                 w_q,
@@ -377,6 +409,16 @@ class LowRankAttention(nn.Module):
             if need_weights:
                 weights = self._weights(q, k, **masks)
                 heads = weights @ v
+            elif self.process_group is not None:
+                heads = distributed.attention(
+                    q,
+                    k,
+                    v,
+                    group=self.process_group,
+                    scale=self.scale,
+                    key_padding_mask=key_padding_mask,
+                    exchange="moments" if self.rank == 1 else "gather",
+                )
             else:
                 heads = attention(q, k, v, **masks, **options)
             out = self.out_proj(heads.transpose(-2, -3).flatten(-2))
@@ -385,6 +427,26 @@ class LowRankAttention(nn.Module):
         if self.output_dropout > 0.0:
             out = F.dropout(out, self.output_dropout, self.training)
         return (out.transpose(0, 1) if turned else out), weights
+
+    def _forward_jagged(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+        """Nested tensors of the jagged layout are packed sequences already."""
+        query, key, value = (x.contiguous() for x in (query, key, value))  # no holes
+        w_q, b_q, b_k, b_v = self._query_weight_and_biases()
+        heads: Any = attention(
+            F.linear(query.values(), w_q, b_q).unflatten(-1, (self.num_heads, -1)),
+            F.linear(key.values(), self.k_proj_weight, b_k).unflatten(-1, (self.num_heads, -1)),
+            F.linear(value.values(), self.v_proj_weight, b_v).unflatten(-1, (self.num_heads, -1)),
+            is_causal=is_causal,
+            scale=self.scale,
+            method=self.method,
+            backend=self.backend,
+            cu_seqlens_q=query.offsets(),
+            cu_seqlens_k=key.offsets(),
+        )
+        out = self.out_proj(heads.flatten(-2))
+        if self.output_dropout > 0.0:
+            out = F.dropout(out, self.output_dropout, self.training)
+        return torch.nested.nested_tensor_from_jagged(out, query.offsets())
 
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)

@@ -16,9 +16,10 @@ def check_inputs(
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.is_nested:
             raise ValueError(
-                f"{name} must not be a nested tensor; pad it and pass key_padding_mask. "
-                "(nn.TransformerEncoder makes nested tensors in eval mode when its first "
-                "layer is a plain one: set encoder.use_nested_tensor = False)"
+                f"{name} must not be a nested tensor of strided layout, or one beside plain "
+                "tensors; convert all three to the jagged layout, or pad them and pass "
+                "key_padding_mask. (nn.TransformerEncoder makes strided ones in eval mode when its "
+                "first layer is a plain one: set encoder.use_nested_tensor = False)"
             )
         if x.ndim not in (2, 3) or x.shape[-1] != width:
             raise ValueError(
@@ -41,6 +42,48 @@ def check_inputs(
             f"(batch_first={batch_first}), got query {list(query.shape)}, key {list(key.shape)}, "
             f"value {list(value.shape)}"
         )
+
+
+def jagged(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether all three are nested tensors of the jagged layout."""
+    return all(
+        isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
+        for x in (query, key, value)
+    )
+
+
+def check_jagged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    widths: tuple[int, int, int],
+    batch_first: bool,
+    **refused: bool,
+) -> None:
+    """Raise unless three jagged tensors fit each other and the layer.
+
+    `refused` are arguments that do not go with them: (name, given).
+    """
+    if not batch_first:
+        raise ValueError(
+            "query must not be a nested tensor with batch_first=False: a nested tensor is "
+            "[batch, n, width]; build the layer with batch_first=True"
+        )
+    for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
+        if x.ndim != 3 or x.shape[-1] != width:
+            raise ValueError(f"{name} must be [batch, n, width] with width {width}, got {x.shape}")
+    if query.shape[0] != key.shape[0]:
+        raise ValueError(
+            f"key must have as many sequences as query, {query.shape[0]}, got {key.shape[0]}"
+        )
+    if not torch.equal(key.offsets(), value.offsets()):
+        raise ValueError("value must have the sequence lengths of key; their offsets() differ")
+    for name, given in refused.items():
+        if given:
+            raise ValueError(
+                f"{name} must not be given with nested tensors: they are padded by nothing that "
+                "would need a mask, and have no square of weights; use padded tensors for it"
+            )
 
 
 def check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:

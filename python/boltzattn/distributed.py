@@ -1,0 +1,425 @@
+"""Attention over a sequence that is spread over several processes (context parallelism).
+
+Every process holds some of the queries and some of the keys and values. At rank 1 what the queries
+need to know of all keys is a few hundred sums a head (docs/transform.md), so processes exchange
+those instead of keys and values: an all-reduce of the ranges, one of the sums over keys, and in
+backward one of the sums over queries. The volume does not depend on the length of the sequence.
+
+Every process of the group must make the same calls, forward and backward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from boltzattn import backends, functional
+from boltzattn.layout import LARGEST_PRODUCT, Range
+from boltzattn.modes import exact
+from boltzattn.reference import accumulate_dtype
+
+EXCHANGES = ("moments", "gather")
+LEVELS = 3  # of precision, as in csrc/cpu/transform.h
+
+# The layout weighs its cost by tokens, and widens with the logarithm of their number. Both are
+# fixed in steps, so that the volume of communication is the same for every length in use.
+TOKENS_WEIGHED = 2**20
+MOST_KEYS = (2**24, 2**36, 2**48)
+
+_log = logging.getLogger("boltzattn")
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key_padding_mask: Tensor | None = None,
+    exchange: str = "moments",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the local queries to the keys of all processes of the group.
+
+    Args:
+        query: `[..., H, n_q, rank]`, this process's queries. Shards may have any length, also 0.
+        key: `[..., H, n_k, rank]`, this process's keys, on the CPU for "moments".
+        value: `[..., H, n_k, dv]`.
+        group: the processes; default all of them.
+        scale, enable_gqa, return_lse: as in `boltzattn.attention`.
+        key_padding_mask: `[batch..., n_k]` of the local keys.
+        exchange: "moments" sends sums over keys, a volume independent of n, for rank 1. "gather"
+            sends all keys and values to every process, for any rank.
+
+    All three may be DTensors that are sharded along dimension -2 over one mesh dimension; the
+    result is then one, too.
+
+    Returns:
+        `[..., H, n_q, dv]` for the local queries. Differentiable once; backward communicates, so
+        every process must run it. A head that the transform does not serve (see docs/transform.md)
+        makes the call fall back to "gather", on all processes alike, and is logged.
+
+    Example:
+        >>> import tempfile
+        >>> import torch.distributed as dist
+        >>> file = tempfile.NamedTemporaryFile()
+        >>> dist.init_process_group("gloo", f"file://{file.name}", rank=0, world_size=1)
+        >>> q, k, v = torch.randn(4, 1000, 1), torch.randn(4, 1000, 1), torch.randn(4, 1000, 8)
+        >>> boltzattn.distributed.attention(q, k, v).shape
+        torch.Size([4, 1000, 8])
+        >>> dist.destroy_process_group()
+    """
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be 'moments' or 'gather', got {exchange!r}")
+    if not dist.is_initialized():
+        raise ValueError(
+            "group must exist before the call: torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group first"
+        )
+    if _is_sharded(query):
+        return _attend_to_shards(
+            (query, key, value),
+            group,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            key_padding_mask=key_padding_mask,
+            exchange=exchange,
+            return_lse=return_lse,
+        )
+    if exchange == "gather":
+        return _gathered(query, key, value, group, scale, enable_gqa, key_padding_mask, return_lse)
+    tensors, options, lead = functional._canonical(
+        query,
+        key,
+        value,
+        None,
+        0.0,
+        False,
+        scale,
+        enable_gqa,
+        key_padding_mask,
+        "transform",
+        "auto",
+    )
+    call = _Call(*tensors[:3], tensors[4], options[0], group)
+    shared = call.share()
+    if shared is None:
+        _log.info("distributed.attention: not served by moments, keys and values are gathered")
+        return _gathered(query, key, value, group, scale, enable_gqa, key_padding_mask, return_lse)
+    out, lse = _Moments.apply(*tensors[:3], call, shared)
+    out = out.reshape(*lead, *out.shape[-2:])
+    if not return_lse:
+        return out
+    return out, lse.reshape(*lead, lse.shape[-1]).to(accumulate_dtype(out.dtype))
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key_padding_mask: Tensor | None = None,
+) -> str:
+    """What `attention` would send, in bytes of the tensors that are reduced. Collective.
+
+    Example:
+        >>> import tempfile
+        >>> file = tempfile.NamedTemporaryFile()
+        >>> dist.init_process_group("gloo", f"file://{file.name}", rank=0, world_size=1)
+        >>> q, v = torch.rand(4, 1000, 1), torch.rand(4, 1000, 8)
+        >>> print(boltzattn.distributed.explain(q, q, v))
+        exchange moments, 1 processes, 4 heads
+          forward: all-reduce of ranges 280 bytes, of moments ... bytes
+          backward: all-reduce of sums over queries ... bytes
+        >>> dist.destroy_process_group()
+    """
+    tensors, options, _ = functional._canonical(
+        query,
+        key,
+        value,
+        None,
+        0.0,
+        False,
+        scale,
+        enable_gqa,
+        key_padding_mask,
+        "transform",
+        "auto",
+    )
+    call = _Call(*tensors[:3], tensors[4], options[0], group)
+    extents = call.extents()
+    found = call.agree(extents)
+    sizes = torch.ops.boltzattn.cpu_stage_sizes(*call.tensors, found.ranges)
+    heads = found.ranges.shape[0]
+    return (
+        f"exchange moments, {dist.get_world_size(group)} processes, {heads} heads\n"
+        f"  forward: all-reduce of ranges {found.sent} bytes, of moments {sizes[0] * 8} bytes\n"
+        f"  backward: all-reduce of sums over queries {sizes[1] * 8} bytes"
+    )
+
+
+def _reduce(x: Tensor, op: Any, group: dist.ProcessGroup | None, what: str) -> None:
+    _collective(lambda: dist.all_reduce(x, op=op, group=group), what)
+
+
+def _collective(call: Callable[[], Any], what: str) -> None:
+    try:
+        call()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"boltzattn.distributed: {what} failed: another process of the group has died, left or "
+            f"made another call ({error})"
+        ) from error
+
+
+@dataclass
+class _Agreement:
+    ranges: Tensor  # [heads, 8], as SharedRange in csrc/cpu/problem.h
+    sent: int  # bytes
+
+
+@dataclass
+class _Shared:
+    """What all processes know after forward, and the local results."""
+
+    ranges: Tensor
+    sums: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass
+class _Call:
+    """One process's side of a call of rank 1, with canonical tensors."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_mask: Tensor | None
+    scale: float
+    group: dist.ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        if self.query.shape[-1] != 1:
+            raise ValueError(
+                f"query must have rank 1 for exchange='moments', got rank {self.query.shape[-1]}; "
+                "exchange='gather' takes any rank, at a volume that grows with n"
+            )
+        reason = backends.extension()
+        if self.query.device.type != "cpu" or isinstance(reason, str):
+            why = reason if isinstance(reason, str) else f"query is on {self.query.device}"
+            raise ValueError(
+                f"exchange='moments' needs CPU tensors and the C++ extension ({why}); use "
+                "exchange='gather'"
+            )
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query.detach(), self.key.detach(), self.value.detach()
+
+    def extents(self) -> Tensor:
+        """Of the local queries and keys, [heads, 2, 6]: low, high, where, where, count, regular."""
+        return torch.ops.boltzattn.cpu_stage_extents(*self.tensors, self.key_mask)
+
+    def agree(self, extents: Tensor) -> _Agreement:
+        """The range of everybody's queries and keys, by one all-reduce: a minimum of numbers."""
+        queries, keys = extents.unbind(1)
+        low, high, count, regular = 0, 1, 4, 5
+        numbers = [
+            *(queries[:, low], -queries[:, high], keys[:, low], -keys[:, high]),
+            *(-queries[:, count], -keys[:, count]),
+            torch.minimum(queries[:, regular], keys[:, regular]),
+        ]
+        # Sizes that must be the same everywhere: if the least is not the largest, they are not.
+        same = [self.value.shape[-1], backends.DTYPES.index(self.value.dtype), self.scale]
+        check = torch.tensor([*same, *(-x for x in same)], dtype=torch.float64)
+        flat = torch.cat([torch.stack(numbers, 1).flatten(), check])
+        _reduce(flat, dist.ReduceOp.MIN, self.group, "all-reduce of ranges")
+        least, most = flat[-6:-3].tolist(), (-flat[-3:]).tolist()
+        if least != most:
+            raise ValueError(
+                "value, scale and dtype must be the same in all processes, got (dv, dtype, scale) "
+                f"from {least} to {most}"
+            )
+        processes = dist.get_world_size(self.group)
+        ranges = []
+        for t_low, t_high, s_low, s_high, n_q, n_k, regular_ in flat[:-6].view(-1, 7).tolist():
+            ends = sorted((t_low * self.scale, -t_high * self.scale))
+            # At most so many: exact counts would be another all-reduce, and only their logarithm
+            # is of interest.
+            n_k = -n_k * processes
+            most_keys = next((m for m in MOST_KEYS if n_k <= m), n_k) if n_k > 0 else 0
+            level = 0
+            if n_q < 0 and n_k > 0:
+                span = Range(*ends, s_low, -s_high, most_keys)
+                # A NaN fails the comparison, too.
+                served = regular_ == 1.0 and span.largest_product <= LARGEST_PRODUCT
+                level = 0 if served else -1
+            weighed = TOKENS_WEIGHED if n_q < 0 else 0
+            ranges.append([*ends, s_low, -s_high, most_keys, weighed, TOKENS_WEIGHED, level])
+        return _Agreement(
+            torch.tensor(ranges, dtype=torch.float64).view(-1, 8), flat.numel() * flat.itemsize
+        )
+
+    @torch.no_grad()
+    def share(self) -> _Shared | None:
+        """Forward; None if a head is not for the transform, which all processes find alike."""
+        extents = self.extents()
+        ranges = self.agree(extents).ranges
+        with exact("cpu"):
+            for _ in range(LEVELS):
+                if bool((ranges[:, 7] < 0).any()):
+                    return None
+                sums = torch.ops.boltzattn.cpu_stage_sum_keys(
+                    *self.tensors, self.key_mask, extents, ranges, self.scale
+                )
+                _reduce(sums, dist.ReduceOp.SUM, self.group, "all-reduce of moments")
+                if not bool(sums.isfinite().all()):  # NaN or inf among the values
+                    return None
+                out, lse, served = torch.ops.boltzattn.cpu_stage_forward(
+                    *self.tensors, self.key_mask, ranges, sums, self.scale
+                )
+                if bool(served.all()):
+                    return _Shared(ranges, sums, out, lse)
+                ranges[~served, 7] += 1
+        return None
+
+
+class _Moments(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call, shared: _Shared
+    ) -> tuple[Tensor, Tensor]:
+        mask = () if call.key_mask is None else (call.key_mask,)
+        ctx.save_for_backward(query, key, value, shared.ranges, shared.sums, *mask)
+        ctx.scale, ctx.group = call.scale, call.group
+        ctx.set_materialize_grads(False)
+        return shared.out, shared.lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
+        query, key, value, ranges, sums, *mask = ctx.saved_tensors
+        key_mask = mask[0] if mask else None
+        if grad_out is None:
+            grad_out = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        stages = torch.ops.boltzattn
+        with exact("cpu"):
+            grad_query, query_sums = stages.cpu_stage_sum_queries(
+                grad_out, grad_lse, query, key, value, ranges, sums, ctx.scale
+            )
+            _reduce(query_sums, dist.ReduceOp.SUM, ctx.group, "all-reduce of sums over queries")
+            grad_key, grad_value = stages.cpu_stage_key_gradients(
+                query, key, value, key_mask, ranges, sums, query_sums, ctx.scale
+            )
+        return grad_query, grad_key, grad_value, None, None
+
+
+def _gathered(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: dist.ProcessGroup | None,
+    scale: float | None,
+    enable_gqa: bool,
+    key_padding_mask: Tensor | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    functional._check_tensors(query, key, value)
+    rows = torch.tensor([key.shape[-2]], device=key.device)
+    lengths = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+    _collective(lambda: dist.all_gather(lengths, rows, group=group), "all-gather of lengths")
+    counts = [int(n) for n in lengths]
+    mask = key_padding_mask
+    if mask is not None:
+        # gloo gathers no bools.
+        bits = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+        mask = _Gather.apply(bits[..., None], counts, group)[..., 0].to(mask.dtype)
+    return functional.attention(
+        query,
+        _Gather.apply(key, counts, group),
+        _Gather.apply(value, counts, group),
+        scale=scale,
+        enable_gqa=enable_gqa,
+        key_padding_mask=mask,
+        return_lse=return_lse,
+    )
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all processes one after the other, from `counts` rows (dimension -2) of each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        padded = x.new_zeros(*x.shape[:-2], max(counts), x.shape[-1])
+        padded[..., : x.shape[-2], :] = x
+        parts = [torch.empty_like(padded) for _ in counts]
+        _collective(lambda: dist.all_gather(parts, padded, group=group), "all-gather of rows")
+        return torch.cat([p[..., :n, :] for p, n in zip(parts, counts, strict=True)], -2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        total = grad.to(accumulate_dtype(grad.dtype), copy=True)
+        total = total.contiguous()
+        _reduce(total, dist.ReduceOp.SUM, ctx.group, "all-reduce of gradients")
+        mine = dist.get_rank(ctx.group)
+        first = sum(ctx.counts[:mine])
+        return total.narrow(-2, first, ctx.counts[mine]).to(grad.dtype), None, None
+
+
+def _is_sharded(x: object) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
+def _attend_to_shards(
+    tensors: tuple[Any, Any, Any], group: dist.ProcessGroup | None, **call: Any
+) -> Any:
+    """The same for DTensors: their mesh says what the group is."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    for name, x in zip(("query", "key", "value"), tensors, strict=True):
+        wanted = (Shard(x.ndim - 2),)
+        if not isinstance(x, DTensor) or x.placements != wanted or x.device_mesh.ndim != 1:
+            raise ValueError(
+                f"{name} must be a DTensor sharded along dimension -2 on a mesh of one dimension "
+                "if query is one, got "
+                f"{x.placements if isinstance(x, DTensor) else type(x).__name__}; use redistribute"
+            )
+    query, _, value = tensors
+    mesh = query.device_mesh
+    if group is not None:
+        raise ValueError("group must be None for DTensors: their mesh names the processes")
+    local = attention(*(x.to_local() for x in tensors), group=mesh.get_group(), **call)
+    out, lse = local if call["return_lse"] else (local, None)
+    shape = *query.shape[:-1], value.shape[-1]
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(
+        out.contiguous(), mesh, query.placements, run_check=False, shape=shape, stride=stride
+    )
+    if lse is None:
+        return whole
+    shape = query.shape[:-1]
+    stride = torch.empty(shape, device="meta").stride()
+    return whole, DTensor.from_local(
+        lse.contiguous(),
+        mesh,
+        [Shard(lse.ndim - 1)],
+        run_check=False,
+        shape=shape,
+        stride=stride,
+    )
