@@ -262,7 +262,7 @@ class _Call:
             most_keys = next((m for m in MOST_KEYS if n_k <= m), n_k) if n_k > 0 else 0
             level = 0
             if n_q < 0 and n_k > 0:
-                span = Range(*ends, s_low, -s_high, most_keys)
+                span = Range(ends[0], ends[1], s_low, -s_high, int(most_keys))
                 # A NaN fails the comparison, too.
                 served = regular_ == 1.0 and span.largest_product <= LARGEST_PRODUCT
                 level = 0 if served else -1
@@ -341,12 +341,13 @@ def _gathered(
     lengths = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
     _collective(lambda: dist.all_gather(lengths, rows, group=group), "all-gather of lengths")
     counts = [int(n) for n in lengths]
-    mask = key_padding_mask
+    mask: Any = key_padding_mask
     if mask is not None:
         # gloo gathers no bools.
         bits = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
         mask = _Gather.apply(bits[..., None], counts, group)[..., 0].to(mask.dtype)
-    return functional.attention(
+    attend: Any = functional.attention  # overloads know no bool
+    return attend(
         query,
         _Gather.apply(key, counts, group),
         _Gather.apply(value, counts, group),
@@ -404,9 +405,9 @@ def _attend_to_shards(
     mesh = query.device_mesh
     if group is not None:
         raise ValueError("group must be None for DTensors: their mesh names the processes")
-    local = attention(*(x.to_local() for x in tensors), group=mesh.get_group(), **call)
+    local: Any = attention(*(x.to_local() for x in tensors), group=mesh.get_group(), **call)
     out, lse = local if call["return_lse"] else (local, None)
-    shape = *query.shape[:-1], value.shape[-1]
+    shape = torch.Size((*query.shape[:-1], value.shape[-1]))
     stride = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(
         out.contiguous(), mesh, query.placements, run_check=False, shape=shape, stride=stride

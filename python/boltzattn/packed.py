@@ -110,13 +110,14 @@ class _Sequences:
         lengths = [
             [b - a for a, b in itertools.pairwise(bounds)] for bounds in (query_bounds, key_bounds)
         ]
-        sizes = list(zip(*lengths, strict=True))
-        facts = query.device.type, query.dtype, query.shape[:-2].numel()
-        widths = query.shape[-1], value.shape[-1]
-        plans = {
-            size: plan.choose(Request(*facts, *size, *widths, is_causal), method, backend)
-            for size in set(sizes)
-        }
+        sizes = list(zip(lengths[0], lengths[1], strict=True))
+        heads, rank, dv = query.shape[:-2].numel(), query.shape[-1], value.shape[-1]
+        plans = {}
+        for n_q, n_k in set(sizes):
+            request = Request(
+                query.device.type, query.dtype, heads, n_q, n_k, rank, dv, is_causal=is_causal
+            )
+            plans[n_q, n_k] = plan.choose(request, method, backend)
         self.plans = [plans[size] for size in sizes]
         self.rows = [
             (slice(q, q + n_q), slice(k, k + n_k))
@@ -196,7 +197,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     starts = cu_seqlens_q, cu_seqlens_k
     sequences = _Sequences(query, key, value, *starts, is_causal, method, backend)
-    grads = tuple(_rows_first(x, x.shape[-1]) for x in (query, key, value))
+    rank = query.shape[-1]
+    grads = (
+        _rows_first(query, rank),
+        _rows_first(key, rank),
+        _rows_first(value, value.shape[-1]),
+    )
     lse = lse.contiguous()
     with exact(query.device.type):
         if sequences.together:
@@ -279,17 +285,18 @@ class PackedAttention(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         call = grad_out, grad_lse, query, key, value, out.detach(), lse.detach()
         if torch.is_grad_enabled():
-            grads = _differentiable_backward(call, starts, ctx.options)
+            grads = _differentiable_backward(call, tuple(starts), ctx.options)
         else:
             grads = torch.ops.boltzattn.packed_backward(*call, *starts, *ctx.options)
         return *grads, None, None, None, None, None, None
 
 
-def _differentiable_backward(call: tuple, starts: list[Tensor], options: tuple) -> list[Tensor]:
+def _differentiable_backward(call: tuple, starts: tuple, options: tuple) -> list[Tensor]:
     grad_out, grad_lse, query, key, value, out, lse = call
     scale, is_causal, method, backend = options
     parts = []
-    for q, k in _Sequences(query, key, value, *starts, is_causal, method, backend).rows:
+    starts_q, starts_k = starts
+    for q, k in _Sequences(query, key, value, starts_q, starts_k, is_causal, method, backend).rows:
         parts.append(
             AttentionBackward.apply(
                 grad_out[..., q, :],

@@ -428,7 +428,7 @@ class LowRankAttention(nn.Module):
             out = F.dropout(out, self.output_dropout, self.training)
         return (out.transpose(0, 1) if turned else out), weights
 
-    def _forward_jagged(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    def _forward_jagged(self, query: Any, key: Any, value: Any, is_causal: bool) -> Tensor:
         """Nested tensors of the jagged layout are packed sequences already."""
         query, key, value = (x.contiguous() for x in (query, key, value))  # no holes
         w_q, b_q, b_k, b_v = self._query_weight_and_biases()

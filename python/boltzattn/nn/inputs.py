@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,9 +55,9 @@ def jagged(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def check_jagged(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Any,  # the methods of a jagged tensor are no part of Tensor's type
+    key: Any,
+    value: Any,
     widths: tuple[int, int, int],
     batch_first: bool,
     **refused: bool,

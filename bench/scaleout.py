@@ -1,0 +1,129 @@
+"""What goes past one process and one pass: ratios measured in one run. `python -m bench.scaleout`.
+
+* context parallelism: two gloo processes with a thread each, forward over n tokens per process,
+  against the same work without communication (both processes attending to their own tokens);
+* bytes communicated per head and call, at two lengths;
+* streaming: tokens appended and queried in blocks, against attention over a growing cache of keys
+  and values, timed at a few lengths and extrapolated linearly between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import boltzattn
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+DV = 64
+RUNS = 7
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def draw(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.rand(1, n, width, generator=generator) * 6 - 3 for width in (1, 1, DV))
+    # The same range at every n, so that volumes can be compared.
+    q[0, :2, 0] = k[0, :2, 0] = torch.tensor([-3.0, 3.0])
+    return q, k, v
+
+
+def _process(rank: int, folder: str, n: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    q, k, v = draw(n, rank)
+    times: dict[str, list[float]] = {"alone": [], "together": []}
+    for _ in range(RUNS):
+        for name, attend in (
+            ("alone", boltzattn.attention),
+            ("together", boltzattn.distributed.attention),
+        ):
+            dist.barrier()
+            begin = time.perf_counter()
+            attend(q, k, v)
+            dist.barrier()  # the slower of the two counts
+            times[name].append(time.perf_counter() - begin)
+    explained = [boltzattn.distributed.explain(*draw(length, rank)) for length in (2**14, 2**20)]
+    torch.save((times, explained), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def context_parallel(n: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [context.Process(target=_process, args=(r, folder, n)) for r in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        times, explained = torch.load(Path(folder) / "0.pt")
+    best = {name: min(found) for name, found in times.items()}
+    print(f"context parallel, 2 processes, n = {n:,} each, forward:")
+    for name, found in times.items():
+        print(f"  {name}: best {min(found):.3f} s, median {statistics.median(found):.3f} s")
+    print(f"  share of the ideal: {best['alone'] / best['together']:.2f}")
+    same = "the same" if explained[0] == explained[1] else "NOT the same"
+    print(f"volume at n = 2^14 and 2^20 per process: {same}")
+    print(explained[1])
+
+
+def streaming(tokens: int, block: int) -> None:
+    torch.set_num_threads(1)
+    stream = boltzattn.StreamingAttention(1, DV)
+    spent, most = 0.0, 0
+    for i in range(tokens // block):
+        q, k, v = draw(block, i)
+
+        def step(q: Any = q, k: Any = k, v: Any = v) -> None:
+            stream.append(k, v)
+            stream.query(q)
+
+        spent += seconds(step)
+        most = max(most, stream.state_bytes())
+    lengths = [2**14, 2**16, 2**17]
+    growing = []
+    for n in lengths:
+        q, k, v = draw(n, 0)
+        padded = [F.pad(x, (0, DV - 1)) for x in (q[:, :block], k)]
+        as_is = min(
+            seconds(lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q[:, :block], k, v))
+            for _ in range(3)
+        )
+        wide = min(
+            seconds(lambda p=padded, v=v: F.scaled_dot_product_attention(*p, v, scale=1.0))
+            for _ in range(3)
+        )
+        direct = min(
+            seconds(lambda q=q, k=k, v=v: boltzattn.attention(q[:, :block], k, v, method="direct"))
+            for _ in range(3)
+        )
+        growing.append(min(as_is, wide, direct) / n)
+    cache = min(growing) * tokens * (tokens / block) / 2  # the mean length is half of all
+    print(f"streaming, {tokens:,} tokens appended and queried in blocks of {block:,}:")
+    print(f"  {spent:.1f} s, state at most {most / 1e6:.2f} MB")
+    print(
+        f"  growing cache, the fastest of SDPA (as is, padded) and direct, from n = {lengths}: "
+        f"~{cache:,.0f} s, {cache / spent:.0f} times as long"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--n", type=int, default=2**20, help="tokens per process")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="of the stream")
+    arguments = parser.parse_args()
+    context_parallel(arguments.n)
+    streaming(arguments.tokens, 1000)

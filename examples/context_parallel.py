@@ -1,0 +1,55 @@
+"""A sequence spread over processes: train one layer on tokens that no process holds in full.
+
+    torchrun --nproc-per-node 2 examples/context_parallel.py --tokens 200000
+
+Every process holds its share of the tokens. The layer exchanges sums of a fixed size (printed at
+the start), not tokens, so the share may be as long as memory allows. The task: every token is to
+learn the largest first coordinate of the whole sequence, which one of the processes has.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import boltzattn
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=200_000, help="of all processes together")
+    parser.add_argument("--steps", type=int, default=30)
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)  # the same weights everywhere
+    layer = boltzattn.nn.LowRankAttention(
+        8, 1, batch_first=True, process_group=dist.group.WORLD, dtype=torch.float64
+    )
+    model = DistributedDataParallel(layer)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    share = arguments.tokens // world
+    probe = torch.rand(1, share, 1)
+    volume = boltzattn.distributed.explain(probe, probe, probe.expand(1, share, 8))
+    if rank == 0:
+        print(volume)
+    for step in range(arguments.steps):
+        torch.manual_seed(step * world + rank)  # other tokens everywhere
+        x = torch.randn(1, share, 8, dtype=torch.float64)
+        largest = x[..., 0].amax()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        out, _ = model(x, x, x)
+        loss = (out[..., 0] - largest).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if rank == 0 and step % 5 == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
