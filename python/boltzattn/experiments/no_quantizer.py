@@ -82,7 +82,7 @@ def unexplained(seen: np.ndarray, wanted: np.ndarray) -> float:
         >>> 0.8 < unexplained(x[:, None], noise) < 1.2
         True
     """
-    from scipy.spatial import cKDTree  # type: ignore[import-untyped]
+    from scipy.spatial import cKDTree
 
     # In equally spread directions: the network behind is free to stretch any.
     u, s, _ = np.linalg.svd(seen - seen.mean(0), full_matrices=False)
