@@ -47,8 +47,7 @@ def canonical(
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    elif not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale}")
+    check_scale(scale)
     if is_causal and attn_mask is not None:
         raise ValueError(
             "attn_mask must be None when is_causal is set (as in SDPA); "
@@ -91,6 +90,11 @@ def canonical(
     method, backend = backends.preferred(method, backend)
     options = (float(scale), float(dropout_p), bool(is_causal), method, backend)
     return (query, key, value, attn_mask, key_mask, seed), options, out_lead
+
+
+def check_scale(scale: float | None) -> None:
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}")
 
 
 def check_layer(

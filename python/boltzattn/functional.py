@@ -10,7 +10,13 @@ from torch import Tensor
 
 from boltzattn import backends, layer, ops, packed, plan, reference  # noqa: F401
 from boltzattn.autograd import Attention
-from boltzattn.canonical import canonical, check_layer, check_mask_gradient, expand_key_padding_mask
+from boltzattn.canonical import (
+    canonical,
+    check_layer,
+    check_mask_gradient,
+    check_scale,
+    expand_key_padding_mask,
+)
 
 
 @overload
@@ -238,6 +244,7 @@ def self_attention(
         >>> boltzattn.self_attention(x, w, w, torch.randn(32, 16), num_heads=4).shape
         torch.Size([2, 100, 32])
     """
+    check_scale(scale)
     check_layer(x, w_q, w_k, w_v, w_o, num_heads, b_q, b_k, b_v, b_o)
     backends.check_name("method", method, backends.METHODS)
     backends.check_name("backend", backend, tuple(backends.BACKENDS))

@@ -274,8 +274,9 @@ class LayerDoubleBackward(torch.autograd.Function):
         grads, variables, (weight_bias, key_mask, scale) = args[:4], args[4:9], args[9:]
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in variables]
-            out = project_first(*leaves[1:], weight_bias, None, key_mask, scale)
-            first = torch.autograd.grad(out, leaves[1:], leaves[0], create_graph=True)
+            grad_out, query, key, value, weight = leaves
+            out = project_first(query, key, value, weight, weight_bias, None, key_mask, scale)
+            first = torch.autograd.grad(out, leaves[1:], grad_out, create_graph=True)
             return torch.autograd.grad(first, leaves, grads, materialize_grads=True)
 
     @staticmethod
