@@ -205,9 +205,8 @@ def draw(rows: list[Row], figure: Any) -> None:
         axis.set(xlabel="elements in a set")
     left.axhline(0, color="black", linewidth=0.6)
     left.set(ylabel="skill on unseen sets", title="Trained (1: perfect)", ylim=(None, 1.05))
-    left.legend(loc="center left")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     right.set(ylabel="seconds", title="Time of a training step, per set")
-    right.legend(loc="upper left")
 
 
 def _cases(
