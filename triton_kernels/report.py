@@ -1,7 +1,7 @@
 """What the kernels take of a GPU, from the compiled binaries and a model of their traffic.
 
 Registers, shared memory and spills are facts of the compiler. Bytes and operations per token are
-counted from the algorithm (a test holds them against what ptxrun counts), and times are what the
+counted from the algorithm, every number once however many threads read it, and times are what the
 memory and the arithmetic of a GPU would allow at best. No GPU was asked.
 """
 

@@ -241,13 +241,17 @@ def self_attention(
         >>> boltzattn.self_attention(x, w, w, torch.randn(32, 16), num_heads=4).shape
         torch.Size([2, 100, 32])
     """
-
     _check_layer(x, w_q, w_k, w_v, w_o, num_heads, b_q, b_k, b_v, b_o)
+    backends.check_name("method", method, backends.METHODS)
+    backends.check_name("backend", backend, tuple(backends.BACKENDS))
     at_nodes = (
         attn_mask is None
         and dropout_p == 0.0
         and not is_causal
-        and (key_padding_mask is None or key_padding_mask.dtype == torch.bool)
+        and (
+            key_padding_mask is None
+            or (isinstance(key_padding_mask, Tensor) and key_padding_mask.dtype == torch.bool)
+        )
         and plan.projects_at_nodes(
             x, w_q, w_v, w_o, num_heads, *backends.preferred(method, backend)
         )

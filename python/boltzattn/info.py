@@ -1,18 +1,19 @@
 """`python -m boltzattn.info`: what is installed, what is usable, and why not the rest.
 
-With `--kernels` also what the Triton kernels take of each GPU architecture; that compiles them all
-and needs no GPU.
+With `--kernels` also what the GPU kernels take of each architecture: of CUDA's as they were built,
+of Triton's by compiling them all; neither needs a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 
 import torch
 
 import boltzattn
-from boltzattn import backends
+from boltzattn import backends, cuda_report
 
 
 def report() -> str:
@@ -48,9 +49,9 @@ def main() -> None:
     asked = parser.parse_args()
     print(report())
     if asked.kernels:
-        from boltzattn.triton_kernels import report as kernels
+        from boltzattn.triton_kernels import report as triton_report
 
-        for line in kernels.lines():
+        for line in itertools.chain(cuda_report.lines(), triton_report.lines()):
             print(line, flush=True)
 
 
