@@ -3,8 +3,10 @@
 * context parallelism: two gloo processes with a thread each, forward over n tokens per process,
   against the same work without communication (both processes attending to their own tokens);
 * bytes communicated per head and call, at two lengths;
+* constants for docs/scaling_model.py, in processor time of one thread;
 * streaming: tokens appended and queried in blocks, against attention over a growing cache of keys
-  and values, timed at a few lengths and extrapolated linearly between them.
+  and values, timed at a few lengths and extrapolated linearly. In processor time of one thread,
+  which other users of the machine disturb less.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ RUNS = 7
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
+    """Of processor time."""
+    begin = time.process_time()
     call()
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def draw(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,8 +59,13 @@ def _process(rank: int, folder: str, n: int) -> None:
             attend(q, k, v)
             dist.barrier()  # the slower of the two counts
             times[name].append(time.perf_counter() - begin)
+    short = draw(1024, rank)
+    constants = [
+        min(seconds(lambda x=x: boltzattn.distributed.attention(*x)) for _ in range(RUNS))
+        for x in (short, (q, k, v))
+    ]
     explained = [boltzattn.distributed.explain(*draw(length, rank)) for length in (2**14, 2**20)]
-    torch.save((times, explained), f"{folder}/{rank}.pt")
+    torch.save((times, constants, explained), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -69,12 +77,13 @@ def context_parallel(n: int) -> None:
             process.start()
         for process in processes:
             process.join()
-        times, explained = torch.load(Path(folder) / "0.pt")
+        times, (core, whole), explained = torch.load(Path(folder) / "0.pt")
     best = {name: min(found) for name, found in times.items()}
     print(f"context parallel, 2 processes, n = {n:,} each, forward:")
     for name, found in times.items():
         print(f"  {name}: best {min(found):.3f} s, median {statistics.median(found):.3f} s")
     print(f"  share of the ideal: {best['alone'] / best['together']:.2f}")
+    print(f"  core {core * 1e3:.2f} ms, token {(whole - core) / n * 1e9:.0f} ns, processor time")
     same = "the same" if explained[0] == explained[1] else "NOT the same"
     print(f"volume at n = 2^14 and 2^20 per process: {same}")
     print(explained[1])
@@ -111,6 +120,7 @@ def streaming(tokens: int, block: int) -> None:
             for _ in range(3)
         )
         growing.append(min(as_is, wide, direct) / n)
+        print(f"  pair at n = {n:,}: {growing[-1] / block * 1e9:.2f} ns")
     cache = min(growing) * tokens * (tokens / block) / 2  # the mean length is half of all
     print(f"streaming, {tokens:,} tokens appended and queried in blocks of {block:,}:")
     print(f"  {spent:.1f} s, state at most {most / 1e6:.2f} MB")

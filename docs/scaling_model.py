@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-# Measured on one core (AMD EPYC, Zen 3), fp32, dv = 64, by `python -m bench.scaleout` and
-# `make bench`. Forward.
-TOKEN = 0.25e-6  # s per token by the transform, a query and a key, at n = 2^20
-CORE = 4e-3  # s per head for the core of a layout that all processes share
-PAIR = 2.3e-9  # s per query and key by `direct`
-SHARED = 143_000  # bytes of ranges and moments per head, for |t| R of some ten
+# Measured in processor time of one thread (AMD EPYC, Zen 3), fp32, dv = 64, forward, by
+# `python -m bench.scaleout`, on a machine that others used at the same time.
+TOKEN = 160e-9  # s per token by the transform, a query and a key, at n = 2^20 per process
+CORE = 2.9e-3  # s per head and call whatever n is: the core, and all-reduces of one machine
+PAIR = 2.3e-9  # s per query and key, the fastest of SDPA and `direct`
+SHARED = 109_304  # bytes of ranges and moments a head, for logits that differ by up to 18
 
 # Assumed, not measured.
 BANDWIDTH = 10e9  # bytes/s that a device sends

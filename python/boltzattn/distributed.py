@@ -70,8 +70,8 @@ def attention(
     Example:
         >>> import tempfile
         >>> import torch.distributed as dist
-        >>> file = tempfile.NamedTemporaryFile()
-        >>> dist.init_process_group("gloo", f"file://{file.name}", rank=0, world_size=1)
+        >>> store = f"file://{tempfile.mkdtemp()}/store"
+        >>> dist.init_process_group("gloo", store, rank=0, world_size=1)
         >>> q, k, v = torch.randn(4, 1000, 1), torch.randn(4, 1000, 1), torch.randn(4, 1000, 8)
         >>> boltzattn.distributed.attention(q, k, v).shape
         torch.Size([4, 1000, 8])
@@ -135,12 +135,12 @@ def explain(
 
     Example:
         >>> import tempfile
-        >>> file = tempfile.NamedTemporaryFile()
-        >>> dist.init_process_group("gloo", f"file://{file.name}", rank=0, world_size=1)
+        >>> store = f"file://{tempfile.mkdtemp()}/store"
+        >>> dist.init_process_group("gloo", store, rank=0, world_size=1)
         >>> q, v = torch.rand(4, 1000, 1), torch.rand(4, 1000, 8)
         >>> print(boltzattn.distributed.explain(q, q, v))
         exchange moments, 1 processes, 4 heads
-          forward: all-reduce of ranges 280 bytes, of moments ... bytes
+          forward: all-reduce of ranges 272 bytes, of moments ... bytes
           backward: all-reduce of sums over queries ... bytes
         >>> dist.destroy_process_group()
     """

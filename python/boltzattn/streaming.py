@@ -244,11 +244,16 @@ class StreamingAttention:
         return out, lse.reshape(*self.lead, n).to(accumulate_dtype(self.dtype))
 
     def _attend(self, t: Tensor, sources: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        top = torch.where(t > 0, self._high[:, None], self._low[:, None])  # key of most weight
-        total = t.new_zeros(*t.shape, self.dv + 1)
+        # Logits are measured from the key of most weight: the largest for t > 0, else the smallest.
+        # Of the two products of a pair one is 0, so this rounds once.
+        signs = torch.stack([t.clamp(min=0.0), t.clamp(max=0.0)], -1)
+        total: Tensor | None = None
         for keys, rows in sources:
-            weights = torch.exp(t[..., None] * (keys[:, None, :] - top[..., None]))
-            total += weights @ rows
+            gaps = torch.stack([keys - self._high[:, None], keys - self._low[:, None]], 1)
+            part = (signs @ gaps).exp_() @ rows
+            total = part if total is None else total + part
+        assert total is not None
+        top = torch.where(t > 0, self._high[:, None], self._low[:, None])
         z = total[..., self.dv]
         return total[..., : self.dv] / z[..., None], z.log() + t * top
 
