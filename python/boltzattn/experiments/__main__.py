@@ -25,7 +25,7 @@ def main() -> None:
         dest="size",
         action="store_const",
         const="quick",
-        help="the default: all ten in under 10 minutes on two cores",
+        help="the default: all ten take about 10 minutes of CPU",
     )
     size.add_argument(
         "--full", dest="size", action="store_const", const="full", help="larger: hours"
