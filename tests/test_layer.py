@@ -227,6 +227,16 @@ def test_double_backward_of_the_layer_is_that_of_projecting_first(monkeypatch):
     assert_agrees(second(True), second(False), torch.float64)
 
 
+def test_a_third_derivative_is_refused(monkeypatch):
+    at_nodes(monkeypatch, True)
+    leaves = {k: t.requires_grad_() for k, t in problem(torch.float64, n=20).items()}
+    out = boltzattn.self_attention(**leaves, num_heads=3).square().sum()
+    (first,) = torch.autograd.grad(out, leaves["x"], create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), leaves["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="two derivatives"):
+        torch.autograd.grad(second.sum(), leaves["x"])
+
+
 def test_project_first_is_the_plain_layer(monkeypatch):
     t = problem(torch.float64)
     at_nodes(monkeypatch, False)

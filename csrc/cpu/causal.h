@@ -59,7 +59,7 @@ static void causal_forward(const Attention& call) {
     pairs(0, complete, half, half);
     pairs(complete * 2 * half, 1, half, n - complete * 2 * half - half);
   }
-  if (call.n_q > n && n > 0) {  // they have met no key yet
+  if (call.n_q > n) {  // they have met no key yet
     Blocks blocks(call, 0, 1, 0, n, call.n_q - n, 0, n, false);
     blocks.call.merge = false;
     transform_forward<T>(blocks.call);

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boltzattn import backends, functional
+from boltzattn import backends, canonical, functional
 from boltzattn.layout import LARGEST_PRODUCT, Range
 from boltzattn.modes import exact
 from boltzattn.reference import accumulate_dtype
@@ -96,7 +96,7 @@ def attention(
         )
     if exchange == "gather":
         return _gathered(query, key, value, group, scale, enable_gqa, key_padding_mask, return_lse)
-    tensors, options, lead = functional._canonical(
+    tensors, options, lead = canonical.canonical(
         query,
         key,
         value,
@@ -144,7 +144,7 @@ def explain(
           backward: all-reduce of sums over queries ... bytes
         >>> dist.destroy_process_group()
     """
-    tensors, options, _ = functional._canonical(
+    tensors, options, _ = canonical.canonical(
         query,
         key,
         value,
@@ -336,7 +336,7 @@ def _gathered(
     key_padding_mask: Tensor | None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    functional._check_tensors(query, key, value)
+    canonical.check_tensors(query, key, value)
     rows = torch.tensor([key.shape[-2]], device=key.device)
     lengths = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
     _collective(lambda: dist.all_gather(lengths, rows, group=group), "all-gather of lengths")

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boltzattn import ops
+from boltzattn import backends, ops
+from boltzattn.autograd import Attention
 from boltzattn.modes import exact
 
 _CALL = (
@@ -46,21 +47,22 @@ def project_first(
 
     One head at a time, so that memory stays a few times that of the output.
     """
-    from boltzattn.functional import attention
-
+    mask = None if key_mask is None else key_mask[:, None]
     out = None
     for head in range(query.shape[1]):
         values = value @ weight[head].mT
         if weight_bias is not None:
             values = values + weight_bias[head]
-        part = attention(
+        part, _ = Attention.apply(
             query[:, head, None],
             key[:, head, None],
             values[:, None],
-            scale=scale,
-            key_padding_mask=key_mask,
-        )[:, 0]
-        out = part if out is None else out + part
+            None,
+            mask,
+            None,
+            (scale, 0.0, False, "auto", "auto"),
+        )
+        out = part[:, 0] if out is None else out + part[:, 0]
     assert out is not None
     return out if out_bias is None else out + out_bias
 
@@ -77,6 +79,7 @@ def _forward(
     scale: float,
 ) -> Tensor:
     call = query, key, value, weight, weight_bias, out_bias, key_mask
+    backends.extension()  # loads the operators
     with exact(query.device.type):
         out, served = torch.ops.boltzattn.cpu_layer_forward(*call, extents, scale)
         return out.to(value.dtype) if served else project_first(*call, scale)
@@ -139,6 +142,7 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
         from boltzattn.triton_kernels.project import project
 
         return project(x, weight, bias)
+    backends.extension()  # loads the operators
     return torch.ops.boltzattn.cpu_project(x, weight, bias)
 
 
@@ -253,16 +257,34 @@ class LayerBackward(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         *variables, weight_bias, _out_bias, key_mask, _extents = ctx.saved_tensors
+        second = LayerDoubleBackward.apply(*grads, *variables, weight_bias, key_mask, ctx.scale)
+        return *second, None, None, None, None, None
+
+
+class LayerDoubleBackward(torch.autograd.Function):
+    """Gradients of <grads, LayerBackward> for grad_out, query, key, value and weight.
+
+    A Function of its own so that a third derivative raises instead of being wrong.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        grads, variables, (weight_bias, key_mask, scale) = args[:4], args[4:9], args[9:]
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in variables]
-            _, query, key, value, weight = leaves
-            out = project_first(query, key, value, weight, weight_bias, None, key_mask, ctx.scale)
-            first = torch.autograd.grad(out, leaves[1:], leaves[0], create_graph=True)
-            second = torch.autograd.grad(first, leaves, grads, allow_unused=True)
-        return *second, None, None, None, None, None
+            grad_out, query, key, value, weight = leaves
+            out = project_first(query, key, value, weight, weight_bias, None, key_mask, scale)
+            first = torch.autograd.grad(out, leaves[1:], grad_out, create_graph=True)
+            return torch.autograd.grad(first, leaves, grads, materialize_grads=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        raise RuntimeError(
+            "self_attention has two derivatives, and a third was asked for; write it with "
+            "(query @ key.mT * scale).softmax(-1) @ value to differentiate further"
+        )
 
 
 def above_autograd(operator: Any, function: type[torch.autograd.Function]) -> Any:

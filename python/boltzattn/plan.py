@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from boltzattn import backends, causal
@@ -94,27 +95,41 @@ def projects_at_nodes(
     """Whether a self-attention layer is cheaper with its projections applied at the nodes."""
     n, d = x.shape[-2:]
     dv = w_v.shape[0] // num_heads
+    batch = math.prod(x.shape[:-2])
     d_out = dv if w_o is None else w_o.shape[0]
-    sizes = (n, d, dv, d_out)
+    sizes = (batch, n, d, dv, d_out)
     if (
         w_q.shape[0] != num_heads
         or (w_o is None and num_heads > 1)  # the heads' outputs do not add up
         or x.device.type != "cpu"
         or not all(isinstance(size, int) and size > 0 for size in sizes)  # may be symbolic
-        or 0 in x.shape
         or transformed()
     ):
         return False
-    request = Request("cpu", x.dtype, num_heads * math.prod(x.shape[:-2]), n, n, 1, dv)
+    return _nodes_are_cheaper(x.dtype, num_heads, *sizes, w_o is not None, method, backend)
+
+
+@torch.compiler.assume_constant_result
+def _nodes_are_cheaper(
+    dtype: torch.dtype,
+    num_heads: int,
+    batch: int,
+    n: int,
+    d: int,
+    dv: int,
+    d_out: int,
+    outward: bool,
+    method: str,
+    backend: str,
+) -> bool:
+    request = Request("cpu", dtype, num_heads * batch, n, n, 1, dv)
     taken = choose(request, method, backend)
     if (taken.method, taken.backend) != ("transform", "cpu"):
         return False
-    weights = num_heads * d * d_out
-    fixed = weights * (CORE_NODES * CORE_PRODUCT + (0 if w_o is None else LINEAR_PRODUCT * dv))
+    fixed = num_heads * d * d_out * (CORE_NODES * CORE_PRODUCT + outward * LINEAR_PRODUCT * dv)
     fixed += request.heads * TRANSFORM_HEAD_COLUMN * (d_out - dv)
     at_nodes = TRANSFORM_TOKEN_COLUMN * (d + d_out)
-    first = 2 * TRANSFORM_TOKEN_COLUMN * dv + LINEAR_PRODUCT * dv * d
-    first += 0 if w_o is None else LINEAR_PRODUCT * dv * d_out
+    first = 2 * TRANSFORM_TOKEN_COLUMN * dv + LINEAR_PRODUCT * dv * (d + outward * d_out)
     return fixed + request.heads * n * at_nodes < request.heads * n * first
 
 

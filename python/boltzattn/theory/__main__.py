@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from boltzattn.functional import boltz
+from boltzattn.boltz_operator import boltz
 from boltzattn.theory.approximation import TARGETS, EquivarianceWarning, approximate
 from boltzattn.theory.boltzmann import (
     boltz_gradient,

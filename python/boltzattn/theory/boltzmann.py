@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from boltzattn.functional import boltz
+from boltzattn.boltz_operator import boltz
 
 # Rounding unit of the fp64 sums in `boltz_gap`, with room for a few roundings per term.
 _ROUNDING = 8 * 2.0**-53
