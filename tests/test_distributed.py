@@ -129,10 +129,16 @@ def volume(n: int, exchange: str) -> tuple[list[int], list[int], str]:
     return forward.calls, backward.calls, distributed.explain(query, key, value)
 
 
+WRAPPED = (("DDP", 1), ("DDP", 2), ("FSDP2", 1))  # and the rank of the QK product
+
+
 def modules(rank: int, world: int) -> dict[str, Tensor]:
-    """A layer with process_group under DDP: this process's output and the gradients after DDP."""
+    """A layer with process_group under DDP or FSDP2: local output, gradients of all processes."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
     found = {}
-    for qk_rank in (1, 2):
+    for wrapper, qk_rank in WRAPPED:
         torch.manual_seed(0)
         layer = boltzattn.nn.LowRankAttention(
             8,
@@ -142,13 +148,18 @@ def modules(rank: int, world: int) -> dict[str, Tensor]:
             dtype=torch.float64,
             process_group=dist.group.WORLD,
         )
-        parallel = torch.nn.parallel.DistributedDataParallel(layer)
+        parallel: Any = layer
+        if wrapper == "DDP":
+            parallel = torch.nn.parallel.DistributedDataParallel(layer)
+        else:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
         x = torch.randn(2, 60, 8, dtype=torch.float64)[:, shard(60, rank, world, False)]
         out, _ = parallel(x, x, x)
         out.square().sum().backward()
-        found[f"out {qk_rank}"] = out.detach()
+        found[f"out {wrapper} {qk_rank}"] = out.detach()
         for name, p in layer.named_parameters():
-            found[f"{name} {qk_rank}"] = p.grad
+            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            found[f"{name} {wrapper} {qk_rank}"] = grad
         with pytest.raises(ValueError, match="is_causal must not be used together"):
             layer(x, x, x, is_causal=True)
     return found
@@ -226,23 +237,25 @@ def test_nan_takes_the_fallback(results: list[dict[str, Any]]) -> None:
         assert len(process["long way"]) == 7
 
 
-def test_module_under_ddp(results: list[dict[str, Any]]) -> None:
+def test_module_under_ddp_and_fsdp(results: list[dict[str, Any]]) -> None:
     world = len(results)
-    for qk_rank in (1, 2):
+    for wrapper, qk_rank in WRAPPED:
         torch.manual_seed(0)
         layer = boltzattn.nn.LowRankAttention(
             8, 2, rank=qk_rank, batch_first=True, dtype=torch.float64
         )
         x = torch.randn(2, 60, 8, dtype=torch.float64)
         out, _ = layer(x, x, x)
-        # DDP takes the mean over the processes.
+        # Both take the mean over the processes.
         (out.square().sum() / world).backward()
-        together = torch.cat([process["modules"][f"out {qk_rank}"] for process in results], 1)
+        together = torch.cat(
+            [process["modules"][f"out {wrapper} {qk_rank}"] for process in results], 1
+        )
         # fp64 in another order, and the certificate of the transform.
         torch.testing.assert_close(together, out.detach(), rtol=1e-10, atol=1e-10)
         for name, p in layer.named_parameters():
             for process in results:
-                actual = process["modules"][f"{name} {qk_rank}"]
+                actual = process["modules"][f"{name} {wrapper} {qk_rank}"]
                 torch.testing.assert_close(actual, p.grad, rtol=1e-9, atol=1e-9)
 
 
