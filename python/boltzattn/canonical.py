@@ -45,9 +45,9 @@ def canonical(
     backends.check_name("backend", backend, tuple(backends.BACKENDS))
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
+    check_scale(scale)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    check_scale(scale)
     if is_causal and attn_mask is not None:
         raise ValueError(
             "attn_mask must be None when is_causal is set (as in SDPA); "

@@ -109,7 +109,6 @@ def projects_at_nodes(
     return _nodes_are_cheaper(x.dtype, num_heads, *sizes, w_o is not None, method, backend)
 
 
-@torch.compiler.assume_constant_result
 def _nodes_are_cheaper(
     dtype: torch.dtype,
     num_heads: int,
@@ -131,6 +130,11 @@ def _nodes_are_cheaper(
     at_nodes = TRANSFORM_TOKEN_COLUMN * (d + d_out)
     first = 2 * TRANSFORM_TOKEN_COLUMN * dv + LINEAR_PRODUCT * dv * (d + outward * d_out)
     return fixed + request.heads * n * at_nodes < request.heads * n * first
+
+
+# What torch.compiler.assume_constant_result sets: sizes are constants of a trace, and so is this.
+# Its decorator would import the whole compiler, and Triton, with the package.
+_nodes_are_cheaper._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def describe(request: Request, method: str, backend: str) -> str:
