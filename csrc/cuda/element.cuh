@@ -53,6 +53,28 @@ struct alignas(sizeof(T) * N) Pack {
   T at[N];
 };
 
+// The compiler joins the loads of a Pack into one, but not its stores: they go by a built-in
+// vector.
+template <int Bytes>
+struct Word;
+template <>
+struct Word<16> {
+  using type = uint4;
+};
+template <>
+struct Word<8> {
+  using type = uint2;
+};
+template <>
+struct Word<4> {
+  using type = uint32_t;
+};
+template <class T, int N>
+__device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
+  using Whole = typename Word<int(sizeof(pack))>::type;
+  *reinterpret_cast<Whole*>(to) = *reinterpret_cast<const Whole*>(&pack);
+}
+
 // The offset of head h, the last leading dimension running fastest.
 __device__ __forceinline__ int64_t head_offset(const Call& call, const Strided& m, int64_t h) {
   int64_t offset = 0;
@@ -119,7 +141,7 @@ __device__ __forceinline__ void write_columns(const Arithmetic<S>* from, S* row,
       Pack<S, kVector> pack;
 #pragma unroll
       for (int e = 0; e < kVector; ++e) pack.at[e] = narrow<S>(from[c + e]);
-      *reinterpret_cast<Pack<S, kVector>*>(row + first + c) = pack;
+      store(row + first + c, pack);
     }
   } else {
 #pragma unroll
