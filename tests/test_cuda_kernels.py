@@ -208,7 +208,7 @@ def test_bytes_of_the_token_passes() -> None:
     In sectors of 32 bytes, which is what memory moves: lanes of a warp that read the same row share
     them.
     """
-    n, dv = 2048, 64
+    n, dv = 4096, 64
     query, key = torch.randn(2, 1, n, 1).mul(0.3).unbind()
     value = torch.randn(1, n, dv)
     machine = Machine(racecheck=False, globalcheck=False, uninit="poison", profile=True)
