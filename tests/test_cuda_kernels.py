@@ -203,23 +203,24 @@ def test_results_do_not_depend_on_the_order_of_blocks() -> None:
 
 
 def test_bytes_of_the_token_passes() -> None:
-    """Forward moves a few times its inputs and outputs, the core (no n in it) aside.
+    """Forward moves little more than its inputs and outputs, the core (no n in it) aside.
 
-    3.7 times at this length, where 1.5 is the aim: the moments load centres with every row.
+    In sectors of 32 bytes, which is what memory moves: lanes of a warp that read the same row share
+    them.
     """
-    n, dv = 2048, 64
+    n, dv = 4096, 64
     query, key = torch.randn(2, 1, n, 1).mul(0.3).unbind()
     value = torch.randn(1, n, dv)
-    machine = Machine(racecheck=False, globalcheck=False, uninit="poison")
+    machine = Machine(racecheck=False, globalcheck=False, uninit="poison", profile=True)
     forward("transform", machine, query, key, value, None, None, None, 1.0, 0.0, False)
     assert machine.report[0, 0] == 1
     moved = 0
     for result in machine.results:
         if not any(name in result.kernel for name in ("core", "layout", "key_error", "certify")):
-            moved += result.bytes.get("ld.global", 0) + result.bytes.get("st.global", 0)
+            moved += 32 * sum(result.sectors.values())
     least = n * (4 + 4 + 4 * dv + 4 * dv + 8)
     print(f"{moved / least:.2f} of the minimum")
-    assert moved <= 4 * least
+    assert moved <= 1.5 * least
 
 
 PROJECT = pairwise(

@@ -53,6 +53,25 @@ struct alignas(sizeof(T) * N) Pack {
   T at[N];
 };
 
+// The compiler joins the loads of a Pack into one, but takes its stores apart: hence by hand.
+template <class T, int N>
+__device__ __forceinline__ void store_global(T* to, const Pack<T, N>& pack) {
+  constexpr int kWords = int(sizeof(pack)) / 4;
+  uint32_t w[kWords];
+  memcpy(w, &pack, sizeof(pack));
+  const size_t at = __cvta_generic_to_global(to);
+  if constexpr (kWords == 4) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(w[0]), "r"(w[1]),
+                 "r"(w[2]), "r"(w[3])
+                 : "memory");
+  } else if constexpr (kWords == 2) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(at), "r"(w[0]), "r"(w[1]) : "memory");
+  } else {
+    static_assert(kWords == 1, "rows are written 4, 8 or 16 bytes at a time");
+    asm volatile("st.global.b32 [%0], %1;" ::"l"(at), "r"(w[0]) : "memory");
+  }
+}
+
 // The offset of head h, the last leading dimension running fastest.
 __device__ __forceinline__ int64_t head_offset(const Call& call, const Strided& m, int64_t h) {
   int64_t offset = 0;
@@ -119,7 +138,7 @@ __device__ __forceinline__ void write_columns(const Arithmetic<S>* from, S* row,
       Pack<S, kVector> pack;
 #pragma unroll
       for (int e = 0; e < kVector; ++e) pack.at[e] = narrow<S>(from[c + e]);
-      *reinterpret_cast<Pack<S, kVector>*>(row + first + c) = pack;
+      store_global(row + first + c, pack);
     }
   } else {
 #pragma unroll

@@ -31,7 +31,10 @@ struct NodeLanes {
   static constexpr int kGroups = 32 / (kNodes<T> / kNodesEach);  // of columns
   static constexpr int kColumns = kGroups * kColumnsEach;        // at once: 64, in fp64 32
   static __device__ __forceinline__ int node() { return threadIdx.x % 32 / kGroups * kNodesEach; }
-  static __device__ __forceinline__ int column() { return threadIdx.x % kGroups * kColumnsEach; }
+  // Columns c .. c + kVector of the lane: neighbours read neighbouring 16 bytes.
+  static __device__ __forceinline__ int column(int c) {
+    return (c / kVector<T> * kGroups + threadIdx.x % kGroups) * kVector<T> + c % kVector<T>;
+  }
 };
 
 // The tokens of a segment that a warp sums: the warps take turns of equal length.
@@ -65,7 +68,7 @@ struct NodeSums {
         for (int a = 0; a < Lanes::kNodesEach; ++a) {
 #pragma unroll
           for (int c = 0; c < Lanes::kColumnsEach; ++c) {
-            double* to = space[Lanes::node() + a] + Lanes::column() + c;
+            double* to = space[Lanes::node() + a] + Lanes::column(c);
             *to = warp == 0 ? sum[a][c] : *to + sum[a][c];
           }
         }
@@ -85,10 +88,12 @@ __device__ __forceinline__ void sum_rows(const Segment<Arithmetic<S>>& segment, 
   using T = Arithmetic<S>;
   using Lanes = NodeLanes<T>;
   constexpr int N = Lanes::kColumnsEach;
-  const int64_t at = column + Lanes::column();
   T middle[N];
 #pragma unroll
-  for (int c = 0; c < N; ++c) middle[c] = centre && at + c < columns ? T(centre[at + c]) : T(0);
+  for (int c = 0; c < N; ++c) {
+    const int64_t at = column + Lanes::column(c);
+    middle[c] = centre && at < columns ? T(centre[at]) : T(0);
+  }
   const WarpTokens<T> mine(count);
 #pragma unroll 1
   for (int start = mine.first; start < mine.end; start += kFlush) {
@@ -97,7 +102,10 @@ __device__ __forceinline__ void sum_rows(const Segment<Arithmetic<S>>& segment, 
 #pragma unroll(sizeof(T) == 4 ? 2 : 1)
     for (int i = start; i < stop; ++i) {
       T x[N];
-      read_columns<S, N>(head + segment.token[i] * m.row, m, at, columns, x);
+#pragma unroll
+      for (int c = 0; c < N; c += kVector<T>)
+        read_columns<S, kVector<T>>(head + segment.token[i] * m.row, m, column + Lanes::column(c),
+                                    columns, x + c);
       visit(i, x);
 #pragma unroll
       for (int a = 0; a < Lanes::kNodesEach; ++a) {

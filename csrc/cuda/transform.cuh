@@ -696,7 +696,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int a = 0; a < Lanes::kNodesEach; ++a) {
 #pragma unroll
       for (int c = 0; c < Lanes::kColumnsEach; ++c) {
-        const int64_t at = column + Lanes::column() + c;
+        const int64_t at = column + Lanes::column(c);
         slope[a][c] = at < call.dv ? slopes[(Lanes::node() + a) * call.dv + at] : T(0);
       }
     }
