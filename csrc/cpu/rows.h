@@ -34,6 +34,7 @@ static void gather(const Matrix& m, int64_t h, const Tile& tile, int64_t begin, 
     const T* base = static_cast<const T*>(m.data) + m.head[h] + tile.first * m.row + begin;
     for (int64_t i = 0; i < tile.tokens; ++i, to += to_row) {
       const T* from = base + tile.order[i] * m.row;
+#pragma GCC unroll 4
       for (int64_t c = 0; c < columns; c += kLanes<T>)
         store(to + c, load(from + c) - load(centre + c));
     }

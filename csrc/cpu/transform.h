@@ -166,7 +166,7 @@ struct Transform {
       extend(extent, number, count, first, call.key_mask ? skip : nullptr);
       parts.data[2 * c + 1] = extent;
     };
-    chunks > 8 ? parallel(chunks, body) : serial(chunks, body);
+    chunks > 4 ? parallel(chunks, body) : serial(chunks, body);
     for (int64_t c = 0; c < chunks; ++c) {
       join(queries, parts.data[2 * c]);
       join(keys, parts.data[2 * c + 1]);
@@ -299,15 +299,17 @@ struct Transform {
                   });
       }
     });
-    const int64_t block = 4096, blocks = ceil_div(table, block);
+    // Part by part, so that the innermost loop runs along memory.
+    const int64_t block = 1024, blocks = ceil_div(table, block);
     auto add = [&](int64_t b) {
-      for (int64_t k = b * block; k < least(table, (b + 1) * block); ++k) {
-        double sum = 0;
-        for (int64_t part = 0; part < parts; ++part) sum += partial.data[part * table + k];
-        sums[k] = sum;
+      const int64_t first = b * block, end = least(table, first + block);
+      set_zero(sums + first, end - first);
+      for (int64_t part = 0; part < parts; ++part) {
+        const double* from = partial.data + part * table;
+        for (int64_t k = first; k < end; ++k) sums[k] += from[k];
       }
     };
-    parts* blocks > 64 ? parallel(blocks, add) : serial(blocks, add);
+    parts* blocks > 256 ? parallel(blocks, add) : serial(blocks, add);
   }
 
   // ---- the core ----
