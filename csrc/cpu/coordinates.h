@@ -33,7 +33,7 @@ struct Coordinates {
   double t[kChunk];      // of queries: scale * q
   int32_t panel[kChunk];
   uint8_t skip[kChunk];
-  int32_t order[kChunk];
+  int32_t order[kChunk + kTile];
 
   // u = asinh(t / tau), by its series near 0: where all queries are small, so are the panels.
   void warp_queries(const Layout& layout, int64_t count) {
@@ -75,7 +75,8 @@ struct Coordinates {
   }
 
   // Orders the tokens by panel, leaving out masked ones: those of panel p are
-  // order[start[p]] .. order[start[p + 1] - 1], in their old order.
+  // order[start[p]] .. order[start[p + 1] - 1], in their old order. Some token stands in for those
+  // that would come after the last.
   void sort(bool masked, int64_t count, int panels, int32_t* start) {
     for (int p = 0; p <= panels; ++p) start[p] = 0;
     if (masked) {
@@ -84,6 +85,7 @@ struct Coordinates {
       for (int64_t i = 0; i < count; ++i) start[panel[i]] += 1;
     }
     for (int p = 0, sum = 0; p <= panels; ++p) sum += start[p], start[p] = sum;
+    for (int64_t k = start[panels]; k < start[panels] + kTile; ++k) order[k] = 0;
     for (int64_t i = count - 1; i >= 0; --i)
       if (!masked || !skip[i]) order[--start[panel[i]]] = int32_t(i);
   }

@@ -18,9 +18,16 @@ using ScoreTile = void (*)(int64_t rows, int64_t rank, const T* q, const T* k, T
 
 template <class T, int Rank>
 static void score_tile(int64_t rows, int64_t rank, const T* q, const T* k, T* scores) {
+  constexpr int L = kLanes<T>;
   for (int64_t i = 0; i < rows; i += kTileRows)
-    gemm_rows<T, kTileRows, false, Rank>(kKeyBlock / kLanes<T>, int(rank), {q + i * rank, rank, 1},
-                                         k, kKeyBlock, scores + i * kKeyBlock, kKeyBlock);
+    product_rows<T, kTileRows, Rank>(
+        int(i), int(kKeyBlock / L), int(rank), Strided<T>{q, rank, 1},
+        [=](int v, int r, auto& line) BOLTZATTN_INLINED { load(k + r * kKeyBlock + v * L, line); },
+        [](int, int, auto& sum) BOLTZATTN_INLINED {
+          for (auto& x : sum) x = Vec<T>{};
+        },
+        [=](int v, int row, auto& sum)
+            BOLTZATTN_INLINED { store(scores + row * kKeyBlock + v * L, sum); });
 }
 
 template <class T, int... Ranks>

@@ -1,5 +1,6 @@
-// C[m, n] (+)= A[m, k] B[k, n] for tiles that live in cache. Included inside an ISA's namespace.
-// A is read element by element with any strides, B and C in rows of whole vectors.
+// Products A[m, k] B[k, n] of tiles that live in cache. Included inside an ISA's namespace.
+// A is read element by element with any strides; where rows of B come from and where rows of the
+// product go is the caller's business.
 
 // Accumulators that fit the register file beside kPanel vectors of B and one of A.
 constexpr int kTileRows = BOLTZATTN_TILE_ROWS;
@@ -11,64 +12,72 @@ struct Strided {
   int64_t row, column;
 };
 
+// Rows i .. i + Rows - 1 of the product, vectors v .. v + Vectors - 1 of each:
+//   line(v, p, to)    reads row p of B,
+//   start(v, i, sum)  says what row i of the product starts from,
+//   finish(v, i, sum) takes it.
 // Depth 0 means `k` is known only at run time; a rank is known when the kernel is compiled.
-template <class T, int Rows, int Vectors, bool Accumulate, int Depth>
-BOLTZATTN_INLINE void gemm_tile(int k, Strided<T> a, const T* b, int64_t b_row, T* c,
-                                int64_t c_row) {
-  constexpr int L = kLanes<T>;
+template <class T, int Rows, int Vectors, int Depth, class Line, class Start, class Finish>
+BOLTZATTN_INLINE void product_tile(int i, int v, int k, Strided<T> a, Line line, Start start,
+                                   Finish finish) {
   Vec<T> sum[Rows][Vectors];
 #pragma GCC unroll 16
-  for (int i = 0; i < Rows; ++i)
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v)
-      sum[i][v] = Accumulate ? load(c + i * c_row + v * L) : Vec<T>{};
+  for (int r = 0; r < Rows; ++r) start(v, i + r, sum[r]);
   const int depth = Depth ? Depth : k;
   for (int p = 0; p < depth; ++p) {
-    Vec<T> line[Vectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) line[v] = load(b + v * L);
+    Vec<T> of_b[Vectors];
+    line(v, p, of_b);
 #pragma GCC unroll 16
-    for (int i = 0; i < Rows; ++i) {
-      const Vec<T> x = splat(a.data[i * a.row]);
+    for (int r = 0; r < Rows; ++r) {
+      const Vec<T> x = splat(a.data[r * a.row]);
 #pragma GCC unroll 4
-      for (int v = 0; v < Vectors; ++v) sum[i][v] += x * line[v];
+      for (int u = 0; u < Vectors; ++u) sum[r][u] += x * of_b[u];
     }
     a.data += a.column;
-    b += b_row;
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < Rows; ++i)
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) store(c + i * c_row + v * L, sum[i][v]);
+  for (int r = 0; r < Rows; ++r) finish(v, i + r, sum[r]);
 }
 
-template <class T, int Rows, bool Accumulate, int Depth>
-static void gemm_rows(int vectors, int k, Strided<T> a, const T* b, int64_t b_row, T* c,
-                      int64_t c_row) {
-  constexpr int L = kLanes<T>;
+template <class T, int Rows, int Depth, class Line, class Start, class Finish>
+BOLTZATTN_INLINE void product_rows(int i, int vectors, int k, Strided<T> a, Line line, Start start,
+                                   Finish finish) {
+  a.data += int64_t(i) * a.row;
   int v = 0;
   for (; v + kPanel <= vectors; v += kPanel)
-    gemm_tile<T, Rows, kPanel, Accumulate, Depth>(k, a, b + v * L, b_row, c + v * L, c_row);
-  for (; v < vectors; ++v)
-    gemm_tile<T, Rows, 1, Accumulate, Depth>(k, a, b + v * L, b_row, c + v * L, c_row);
+    product_tile<T, Rows, kPanel, Depth>(i, v, k, a, line, start, finish);
+  for (; v < vectors; ++v) product_tile<T, Rows, 1, Depth>(i, v, k, a, line, start, finish);
 }
 
-// Rows of C in tiles as tall as the registers allow, and the rest in tiles as even as can be: a
+// All rows, in tiles as tall as the registers allow, and the rest in tiles as even as can be: a
 // single row would wait for its own sums.
+template <class T, class Line, class Start, class Finish>
+BOLTZATTN_INLINE void product(int m, int vectors, int k, Strided<T> a, Line line, Start start,
+                              Finish finish) {
+  constexpr int kSmall = 4;  // with two vectors, as many sums as keep the units busy
+  int i = 0;
+  for (; m - i >= kTileRows && m - i != 2 * kSmall && m - i != 2 * kSmall - 1; i += kTileRows)
+    product_rows<T, kTileRows, 0>(i, vectors, k, a, line, start, finish);
+  for (; m - i >= kSmall; i += kSmall)
+    product_rows<T, kSmall, 0>(i, vectors, k, a, line, start, finish);
+  for (; m - i >= 2; i += 2) product_rows<T, 2, 0>(i, vectors, k, a, line, start, finish);
+  if (m > i) product_rows<T, 1, 0>(i, vectors, k, a, line, start, finish);
+}
+
+// C[m, n] (+)= A B with B and C in rows of whole vectors.
 template <class T, bool Accumulate>
 static void gemm(int64_t m, int64_t vectors, int64_t k, Strided<T> a, const T* b, int64_t b_row,
                  T* c, int64_t c_row) {
-  auto advance = [&](auto rows) {
-    constexpr int Rows = decltype(rows)::value;
-    gemm_rows<T, Rows, Accumulate, 0>(int(vectors), int(k), a, b, b_row, c, c_row);
-    a.data += Rows * a.row;
-    c += Rows * c_row;
-    m -= Rows;
-  };
-  constexpr int kSmall = 4;  // with two vectors, as many sums as keep the units busy
-  while (m >= kTileRows && m != 2 * kSmall && m != 2 * kSmall - 1)
-    advance(std::integral_constant<int, kTileRows>());
-  while (m >= kSmall) advance(std::integral_constant<int, kSmall>());
-  while (m >= 2) advance(std::integral_constant<int, 2>());
-  if (m == 1) advance(std::integral_constant<int, 1>());
+  constexpr int L = kLanes<T>;
+  product<T>(
+      int(m), int(vectors), int(k), a,
+      [=](int v, int p, auto& line) BOLTZATTN_INLINED { load(b + p * b_row + v * L, line); },
+      [=](int v, int i, auto& sum) BOLTZATTN_INLINED {
+        if (Accumulate) {
+          load(c + i * c_row + v * L, sum);
+        } else {
+          for (auto& x : sum) x = Vec<T>{};
+        }
+      },
+      [=](int v, int i, auto& sum) BOLTZATTN_INLINED { store(c + i * c_row + v * L, sum); });
 }

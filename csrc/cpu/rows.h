@@ -1,17 +1,41 @@
 // The wide side of the transform: tokens' rows of values, taken in the order of panels.
 // Included inside an ISA's namespace.
 //
-// A tile of rows is gathered into a dense block (converted and measured from a centre on the way),
-// multiplied there, and scattered back; so products see one layout whatever the tensor's.
+// Rows that lie in memory as vectors of T are multiplied where they are and results written where
+// they belong; any others pass through a dense block.
 
 constexpr int64_t kColumns = 256;  // columns that are worked on together, at most
 
-// Tokens first + order[0], first + order[1], ...
+// Tokens first + order[0], first + order[1], ...; those of the tiles to come stand behind them.
 struct Tile {
   int64_t first;
-  const int32_t* order;
+  const int32_t* order;  // [tokens + kTile] can be read
   int64_t tokens;
 };
+
+// Row i is data + order[i] * stride. Whoever works on row i asks for row i + kTile, long before it
+// is needed: random access defeats the hardware's own guesses.
+template <class T>
+struct Rows {
+  T* data;
+  const int32_t* order;
+  int64_t stride;
+
+  T* operator[](int64_t i) const { return data + order[i] * stride; }
+};
+
+// Rows of a block that follow each other.
+template <class T>
+static Rows<T> rows_of_block(T* block, int64_t row) {
+  struct Counted {
+    int32_t number[2 * kTile];
+    constexpr Counted() : number() {
+      for (int32_t i = 0; i < 2 * kTile; ++i) number[i] = i;
+    }
+  };
+  static constexpr Counted counted;
+  return {block, counted.number, row};
+}
 
 // Where a tensor's rows can be read and written as vectors of T.
 template <class T>
@@ -19,43 +43,39 @@ BOLTZATTN_INLINE bool in_vectors(const Matrix& m, int64_t columns) {
   return m.dtype == (sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32) && m.column == 1 &&
          columns % kLanes<T> == 0;
 }
-// Rows of a block of this many columns are this far apart.
 template <class T>
-BOLTZATTN_INLINE int64_t block_row(int64_t columns) {
-  return least(kColumns, round_up(columns, kLanes<T>));
+BOLTZATTN_INLINE Rows<T> rows_in_place(const Matrix& m, int64_t h, const Tile& tile,
+                                       int64_t begin) {
+  return {static_cast<T*>(m.data) + m.head[h] + tile.first * m.row + begin, tile.order, m.row};
 }
 
-// to[token][to_row] = columns begin .. begin + columns of the tile's rows, minus `centre`; what is
-// missing to whole vectors becomes 0.
+// Columns begin .. begin + columns of the tile's rows, in whole vectors: what is missing to them
+// is 0.
 template <class T>
-static void gather(const Matrix& m, int64_t h, const Tile& tile, int64_t begin, int64_t columns,
-                   const T* centre, T* to, int64_t to_row) {
-  if (in_vectors<T>(m, columns)) {
-    const T* base = static_cast<const T*>(m.data) + m.head[h] + tile.first * m.row + begin;
-    for (int64_t i = 0; i < tile.tokens; ++i, to += to_row) {
-      const T* from = base + tile.order[i] * m.row;
-#pragma GCC unroll 4
-      for (int64_t c = 0; c < columns; c += kLanes<T>)
-        store(to + c, load(from + c) - load(centre + c));
-    }
-    return;
-  }
+static Rows<T> read_rows(const Matrix& m, int64_t h, const Tile& tile, int64_t begin,
+                         int64_t columns, T* block) {
+  if (in_vectors<T>(m, columns)) return rows_in_place<T>(m, h, tile, begin);
   const int64_t padded = round_up(columns, kLanes<T>);
+  T* to = block;
   with_type(m, h, tile.first, begin, [&](auto* base) {
-    for (int64_t i = 0; i < tile.tokens; ++i, to += to_row) {
+    for (int64_t i = 0; i < tile.tokens; ++i, to += padded) {
       const auto* from = base + tile.order[i] * m.row;
       if (m.column == 1) {
-        for (int64_t c = 0; c < columns; ++c) to[c] = widen<T>(from[c]) - centre[c];
+        const auto* later = base + tile.order[i + kTile] * m.row;
+        for (int64_t c = 0; c < columns; c += kCacheLine / int64_t(sizeof(*later)))
+          __builtin_prefetch(later + c, 0, 2);
+        for (int64_t c = 0; c < columns; ++c) to[c] = widen<T>(from[c]);
       } else {
-        for (int64_t c = 0; c < columns; ++c) to[c] = widen<T>(from[c * m.column]) - centre[c];
+        for (int64_t c = 0; c < columns; ++c) to[c] = widen<T>(from[c * m.column]);
       }
       for (int64_t c = columns; c < padded; ++c) to[c] = 0;
     }
   });
+  return rows_of_block(block, padded);
 }
 
-// How a block is written: in place of what was there, past the caches (for outputs too large to
-// stay in them anyway), or blended with it.
+// How rows are written: in place of what was there, past the caches (for outputs too large to stay
+// in them anyway), or blended with it.
 enum class Write { kStore, kStream, kBlend };
 
 // By which factors a tile's old and new rows count where they are blended; 1 and 1 at first.
@@ -80,30 +100,27 @@ struct Shares {
   }
 };
 
+// Streaming needs whole cache lines; it pays for outputs larger than the caches.
+constexpr int64_t kStreamBytes = 1 << 20;
 template <class T>
-static void scatter(const T* from, int64_t from_row, const Tile& tile, int64_t begin,
-                    int64_t columns, const Shares<T>& shares, const Matrix& m, int64_t h,
-                    Write write) {
-  constexpr int L = kLanes<T>;
-  if (in_vectors<T>(m, columns)) {
-    T* base = static_cast<T*>(m.data) + m.head[h] + tile.first * m.row + begin;
-    for (int64_t i = 0; i < tile.tokens; ++i, from += from_row) {
-      T* to = base + tile.order[i] * m.row;
-      if (write == Write::kStore) {
-        for (int64_t c = 0; c < columns; c += L) store(to + c, load(from + c));
-      } else if (write == Write::kStream) {
-        for (int64_t c = 0; c < columns; c += L) stream(to + c, load(from + c));
-      } else {
-        for (int64_t c = 0; c < columns; c += L)
-          store(to + c, shares.added[i] * load(from + c) + shares.kept[i] * load(to + c));
-      }
-    }
-    return;
-  }
+static Write choose_write(const Matrix& m, int64_t h, int64_t rows, int64_t columns) {
+  const int64_t row_bytes = columns * int64_t(sizeof(T));
+  const T* base = static_cast<const T*>(m.data) + m.head[h];
+  const bool aligned = reinterpret_cast<uintptr_t>(base) % kCacheLine == 0 &&
+                       m.row * int64_t(sizeof(T)) % kCacheLine == 0 && row_bytes % kCacheLine == 0;
+  return aligned && in_vectors<T>(m, columns) && rows * row_bytes >= kStreamBytes ? Write::kStream
+                                                                                  : Write::kStore;
+}
+
+// The rows of a block to where they belong, converted.
+template <class T>
+static void scatter(const T* block, int64_t row, const Tile& tile, int64_t begin, int64_t columns,
+                    const Shares<T>& shares, const Matrix& m, int64_t h, Write write) {
   with_type(m, h, tile.first, begin, [&](auto* base) {
     // fp64 results exist exactly where the tensors are fp64.
     if constexpr ((sizeof(*base) == 8) == (sizeof(T) == 8)) {
-      for (int64_t i = 0; i < tile.tokens; ++i, from += from_row) {
+      const T* from = block;
+      for (int64_t i = 0; i < tile.tokens; ++i, from += row) {
         auto* to = base + tile.order[i] * m.row;
         if (write == Write::kBlend) {
           for (int64_t c = 0; c < columns; ++c)
@@ -119,66 +136,103 @@ static void scatter(const T* from, int64_t from_row, const Tile& tile, int64_t b
   });
 }
 
-// Streaming needs whole cache lines; it pays for outputs larger than the caches.
-constexpr int64_t kStreamBytes = 1 << 20;
-template <class T>
-static Write choose_write(const Matrix& m, int64_t h, int64_t rows, int64_t columns) {
-  const int64_t row_bytes = columns * int64_t(sizeof(T));
-  const T* base = static_cast<const T*>(m.data) + m.head[h];
-  const bool aligned = reinterpret_cast<uintptr_t>(base) % kCacheLine == 0 &&
-                       m.row * int64_t(sizeof(T)) % kCacheLine == 0 && row_bytes % kCacheLine == 0;
-  return aligned && in_vectors<T>(m, columns) && rows * row_bytes >= kStreamBytes ? Write::kStream
-                                                                                  : Write::kStore;
-}
-
-// Asks for part `part` of `parts` of the block that is needed next, long before it is: random
-// access defeats the hardware's own guesses.
-struct Ahead {
-  const char* base = nullptr;  // of row tile.first, at the block's first column
-  const int32_t* order = nullptr;
-  int64_t tokens = 0;
-  int64_t row_bytes = 0, block_bytes = 0;
-
-  template <bool Writing>
-  void fetch(int64_t part, int64_t parts) const {
-    for (int64_t i = tokens * part / parts; i < tokens * (part + 1) / parts; ++i) {
-      const char* row = base + order[i] * row_bytes;
-      for (int64_t b = 0; b < block_bytes; b += kCacheLine)
-        __builtin_prefetch(row + b, Writing, Writing ? 3 : 2);
+// Calls compute(finish), where finish(v, i, sum) takes vectors v, v + 1, ... of the tile's row i,
+// and writes columns begin .. begin + columns of the tile's rows.
+template <class T, class Compute>
+BOLTZATTN_INLINE void write_rows(const Matrix& m, int64_t h, const Tile& tile, int64_t begin,
+                                 int64_t columns, const Shares<T>& shares, Write write, T* block,
+                                 Compute compute) {
+  constexpr int L = kLanes<T>;
+  if (in_vectors<T>(m, columns)) {
+    const Rows<T> rows = rows_in_place<T>(m, h, tile, begin);
+    if (write == Write::kStream) {
+      compute([=](int v, int i, auto& sum) BOLTZATTN_INLINED {
+        T* to = rows[i] + v * L;
+        for (auto& x : sum) stream(to, x), to += L;
+      });
+      return;
     }
+    compute([=, &shares](int v, int i, auto& sum) BOLTZATTN_INLINED {
+      T* to = rows[i] + v * L;
+      __builtin_prefetch(rows[i + kTile] + v * L, 1, 3);
+      for (auto& x : sum) {
+        store(to, write == Write::kStore ? x : shares.added[i] * x + shares.kept[i] * load(to));
+        to += L;
+      }
+    });
+    return;
   }
-};
-BOLTZATTN_INLINE int64_t element_size(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
-}
-static Ahead ahead_of(const Matrix& m, int64_t h, const Tile& tile, int64_t begin,
-                      int64_t columns) {
-  if (m.column != 1) return {};
-  const int64_t size = element_size(m.dtype);
-  const char* base = static_cast<const char*>(m.data);
-  return {base + (m.head[h] + tile.first * m.row + begin) * size, tile.order, tile.tokens,
-          m.row * size, least(columns - begin, kColumns) * size};
+  const int64_t padded = round_up(columns, L);
+  compute([=](int v, int i, auto& sum)
+              BOLTZATTN_INLINED { store(block + i * padded + v * L, sum); });
+  scatter(block, padded, tile, begin, columns, shares, m, h, write);
 }
 
-// block[nodes][row] = weights times rows[tokens][row]; fetches `ahead` meanwhile.
+BOLTZATTN_INLINE void add_wide(double* to, Vec<double> x) {
+  store(to, load(to) + x);
+}
+BOLTZATTN_INLINE void add_wide(double* to, Vec<float> x) {
+  typedef float Half __attribute__((vector_size(sizeof(x) / 2)));
+  Half half[2];
+  __builtin_memcpy(half, &x, sizeof x);
+  for (int k = 0; k < 2; ++k)
+    add_wide(to + k * kLanes<double>, __builtin_convertvector(half[k], Vec<double>));
+}
+
+// to[nodes][size] += weights times (rows - centre), in whole vectors: what pads a row adds 0.
 template <class T>
-static void sum_rows(int nodes, int64_t tokens, int64_t columns, const T* weight, const T* rows,
-                     int64_t row, const Ahead& ahead, T* block) {
+static void sum_rows(int nodes, int64_t tokens, int64_t columns, const T* weight, Rows<T> rows,
+                     const T* centre, double* to, int64_t size) {
   constexpr int L = kLanes<T>;
   const int64_t vectors = ceil_div(columns, L);
-  for (int64_t v = 0; v < vectors; v += kPanel) {
-    ahead.fetch<false>(v / kPanel, ceil_div(vectors, kPanel));
-    gemm<T, false>(nodes, least(kPanel, vectors - v), tokens, {weight, kTile, 1}, rows + v * L, row,
-                   block + v * L, row);
+  for (int64_t first = 0; first < vectors; first += kPanel) {  // a line of each row at a time
+    const int64_t c = first * L;
+    product<T>(
+        nodes, int(least(kPanel, vectors - first)), int(tokens), {weight, kTile, 1},
+        [=](int v, int i, auto& line) BOLTZATTN_INLINED {
+          int64_t at = c + v * L;
+          __builtin_prefetch(rows[i + kTile] + at, 0, 2);
+          for (auto& x : line) x = load(rows[i] + at) - load(centre + at), at += L;
+        },
+        [](int, int, auto& sum) BOLTZATTN_INLINED {
+          for (auto& x : sum) x = Vec<T>{};
+        },
+        [=](int v, int a, auto& sum) BOLTZATTN_INLINED {
+          int64_t at = c + v * L;
+          for (auto& x : sum) add_wide(to + a * size + at, x), at += L;
+        });
   }
 }
 
-// block[tokens][row] = transposed weights times a panel's table.
+// Rows of transposed weights times a panel's table, handed to finish(v, i, sum).
+template <class T, class Finish>
+BOLTZATTN_INLINE void spread_table(int nodes, int64_t tokens, int64_t columns, const T* weight,
+                                   const T* table, int64_t table_row, Finish finish) {
+  constexpr int L = kLanes<T>;
+  product<T>(
+      int(tokens), int(ceil_div(columns, L)), nodes, {weight, 1, kTile},
+      [=](int v, int a, auto& line)
+          BOLTZATTN_INLINED { load(table + a * table_row + v * L, line); },
+      [](int, int, auto& sum) BOLTZATTN_INLINED {
+        for (auto& x : sum) x = Vec<T>{};
+      },
+      finish);
+}
+
+// to[i] += (row i of that product) . (rows[i] - centre)
 template <class T>
-static void spread_table(int nodes, int64_t tokens, int64_t columns, const T* weight,
-                         const T* table, int64_t table_row, T* block, int64_t row) {
-  gemm<T, false>(tokens, ceil_div(columns, kLanes<T>), nodes, {weight, 1, kTile}, table, table_row,
-                 block, row);
+static void dot_with_table(int nodes, int64_t tokens, int64_t columns, const T* weight,
+                           const T* table, int64_t table_row, Rows<T> rows, const T* centre,
+                           double* to) {
+  constexpr int L = kLanes<T>;
+  Vec<T> dot[kTile];
+  for (int64_t i = 0; i < tokens; ++i) dot[i] = Vec<T>{};
+  spread_table(nodes, tokens, columns, weight, table, table_row,
+               [=, &dot](int v, int i, auto& sum) BOLTZATTN_INLINED {
+                 int64_t c = v * L;
+                 for (auto& x : sum) dot[i] += x * (load(rows[i] + c) - load(centre + c)), c += L;
+               });
+  for (int64_t i = 0; i < tokens; ++i) to[i] += double(reduce_sum<T>(dot[i]));
 }
 
 template <class T>

@@ -25,6 +25,7 @@ template <class T>
 constexpr int kLanes = BOLTZATTN_VECTOR_BYTES / int(sizeof(T));
 
 #define BOLTZATTN_INLINE static inline __attribute__((always_inline))
+#define BOLTZATTN_INLINED __attribute__((always_inline))  // of a lambda, before its body
 
 template <class T>
 BOLTZATTN_INLINE Vec<T> load(const T* p) {
@@ -35,6 +36,16 @@ BOLTZATTN_INLINE Vec<T> load(const T* p) {
 template <class T>
 BOLTZATTN_INLINE void store(T* p, Vec<T> v) {
   __builtin_memcpy(p, &v, sizeof v);
+}
+template <class T, int N>
+BOLTZATTN_INLINE void load(const T* p, Vec<T> (&to)[N]) {
+#pragma GCC unroll 4
+  for (int u = 0; u < N; ++u) to[u] = load(p + u * kLanes<T>);
+}
+template <class T, int N>
+BOLTZATTN_INLINE void store(T* p, const Vec<T> (&from)[N]) {
+#pragma GCC unroll 4
+  for (int u = 0; u < N; ++u) store(p + u * kLanes<T>, from[u]);
 }
 // A store past the caches, of an aligned vector; `stream_end` before others may read.
 BOLTZATTN_INLINE void stream(float* p, Vec<float> v) {

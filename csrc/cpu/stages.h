@@ -47,8 +47,7 @@ struct Stage : TransformGradient<T> {
     this->end_key[1] = int64_t(keys.at_low);
     this->find_centres();
     raw.resize(rows * raw_size);
-    this->sum_moments(true, call.value, dv, nullptr, raw_size, raw.data,
-                      [](int, const Tile&, int64_t, int64_t, const T*, const T*, T*) {});
+    this->sum_moments(true, call.value, dv, nullptr, raw_size, raw.data, [](auto...) {});
     for (int64_t r = 0; r < rows; ++r, to += width) {
       const double* from = raw.data + r * raw_size;
       const double* own = this->centre_of(this->end_of_key_panel(r / layout.key.nodes));

@@ -88,7 +88,7 @@ struct Transform {
         h(head),
         dv(a.dv),
         columns(a.value_columns),
-        row_size(round_up(a.dv + 1, kLanes<double>)),
+        row_size(round_up(a.dv + 1, kLanes<T>)),
         raw_size(round_up(a.value_columns + 1, kLanes<T>)) {}
 
   // 0: measured from the largest key, 1: from the smallest.
@@ -175,29 +175,28 @@ struct Transform {
 
   // ---- passes over tokens ----
 
-  // Scratch of a pass: coordinates of a chunk, weights of a tile, `blocks` blocks of a tile's rows.
+  // Scratch of a pass: coordinates of a chunk, weights of a tile, a block of a tile's rows.
   struct Pass {
     Scratch<Slot::kTask> scratch;
     Coordinates& at;
     int32_t* start;
     double* place;
     T* weight;
-    T* block[2];
+    T* block;
 
-    Pass(const Axis& axis, int64_t blocks)
+    explicit Pass(const Axis& axis)
         : scratch(int64_t(sizeof(Coordinates)) + (axis.panels + 1) * 4 + kTile * 8 +
-                      (kMostNodes + blocks * kColumns) * kTile * int64_t(sizeof(T)),
-                  8 + blocks),
+                      (kMostNodes + kColumns) * kTile * int64_t(sizeof(T)),
+                  5),
           at(*scratch.take<Coordinates>(1)),
           start(scratch.take<int32_t>(axis.panels + 1)),
           place(scratch.take<double>(kTile)),
-          weight(scratch.take<T>(kMostNodes * kTile)) {
-      for (int64_t b = 0; b < blocks; ++b) block[b] = scratch.take<T>(kTile * kColumns);
-    }
+          weight(scratch.take<T>(kMostNodes * kTile)),
+          block(scratch.take<T>(kColumns * kTile)) {}
   };
 
   // Visits the tokens of a chunk in tiles that lie on one panel:
-  // visit(panel, tile, the tile of tokens that come next, weights[node][kTile]).
+  // visit(panel, tile, weights[node][kTile]).
   template <class Visit>
   void for_tiles(Pass& pass, bool keys, int64_t first, int64_t count, const Lagrange<T>& basis,
                  Visit visit) const {
@@ -219,7 +218,6 @@ struct Transform {
     }
     at.locate(axis, count);
     at.sort(masked, count, axis.panels, pass.start);
-    const int64_t all = pass.start[axis.panels];
     for (int p = 0; p < axis.panels; ++p) {
       for (int64_t i = pass.start[p]; i < pass.start[p + 1]; i += kTile) {
         const int64_t tokens = least(kTile, pass.start[p + 1] - i);
@@ -228,26 +226,22 @@ struct Transform {
         const int64_t padded = round_up(tokens, kLanes<T>);
         for (int64_t k = tokens; k < padded; ++k) pass.place[k] = 0;
         basis.weigh(pass.place, padded, pass.weight);
-        const Tile next{first, order + tokens, least(kTile, all - i - tokens)};
-        visit(p, Tile{first, order, tokens}, next, pass.weight);
+        visit(p, Tile{first, order, tokens}, pass.weight);
       }
     }
   }
 
-  // Visits the columns of a tile of rows of a matrix in blocks:
-  // visit(first column, number of columns, what to fetch ahead).
+  // Visits columns in blocks: visit(first column, number of columns).
   template <class Visit>
-  void for_blocks(const Matrix& m, int64_t size, const Tile& tile, const Tile& next,
-                  Visit visit) const {
-    for (int64_t begin = 0; begin < size; begin += kColumns) {
-      const bool more = begin + kColumns < size;
-      visit(begin, least(kColumns, size - begin),
-            ahead_of(m, h, more ? tile : next, more ? begin + kColumns : 0, size));
-    }
+  static void for_blocks(int64_t size, Visit visit) {
+    for (int64_t begin = 0; begin < size; begin += kColumns)
+      visit(begin, least(kColumns, size - begin));
   }
 
   // Sums the rows of a matrix over the panels of an axis: sums[panels][nodes][size], the column
-  // after the last taking the number of keys, or the sum of `last`. `also` sees every block.
+  // after the last taking the number of keys, or the sum of `last`. also(panel, tile, first column,
+  // number of columns, weights, rows, their centre, one number per token, 0 at first) sees every
+  // block.
   template <class Also>
   void sum_moments(bool keys, const Matrix& matrix, int64_t matrix_columns, const Matrix* last,
                    int64_t size, double* sums, Also also) const {
@@ -263,40 +257,35 @@ struct Transform {
     Buffer<double> partial(parts * table);
     Buffer<T> zero(kColumns);
     set_zero(zero.data, kColumns);
-    const int64_t row = block_row<T>(matrix_columns);
     const Lagrange<T> basis(nodes);
     parallel(parts, [&](int64_t part) {
       double* to = partial.data + part * table;
       set_zero(to, table);
-      Pass pass(axis, 2);
+      Pass pass(axis);
       for (int64_t c = part * per_part; c < least(chunks, (part + 1) * per_part); ++c) {
         const int64_t first = c * chunk, count = least(chunk, n - first);
-        for_tiles(pass, keys, first, count, basis,
-                  [&](int panel, const Tile& tile, const Tile& next, const T* weight) {
-                    double* target = to + int64_t(panel) * nodes * size;
-                    alignas(64) T number[kTile];
-                    for (int64_t i = 0; i < tile.tokens; ++i) number[i] = keys ? T(1) : T(0);
-                    if (last)
-                      for (int64_t i = 0; i < tile.tokens; ++i)
-                        read_column(*last, h, first + tile.order[i], 1, number + i);
-                    for (int64_t i = tile.tokens; i < round_up(tile.tokens, kLanes<T>); ++i)
-                      number[i] = 0;
-                    for_blocks(matrix, matrix_columns, tile, next,
-                               [&](int64_t begin, int64_t width, const Ahead& ahead) {
-                                 T *rows = pass.block[0], *sum = pass.block[1];
-                                 gather(matrix, h, tile, begin, width,
-                                        keys ? raw_centre_of(panel) + begin : zero.data, rows, row);
-                                 sum_rows(nodes, tile.tokens, width, weight, rows, row, ahead, sum);
-                                 for (int a = 0; a < nodes; ++a)
-                                   for (int64_t k = 0; k < width; ++k)
-                                     target[a * size + begin + k] += double(sum[a * row + k]);
-                                 also(panel, tile, begin, width, weight, rows, sum);
-                               });
-                    if (keys || last)
-                      for (int a = 0; a < nodes; ++a)
-                        target[a * size + matrix_columns] +=
-                            double(dot(weight + a * kTile, number, tile.tokens));
-                  });
+        for_tiles(
+            pass, keys, first, count, basis, [&](int panel, const Tile& tile, const T* weight) {
+              double* target = to + int64_t(panel) * nodes * size;
+              alignas(64) T number[kTile];
+              for (int64_t i = 0; i < tile.tokens; ++i) number[i] = keys ? T(1) : T(0);
+              if (last)
+                for (int64_t i = 0; i < tile.tokens; ++i)
+                  read_column(*last, h, first + tile.order[i], 1, number + i);
+              for (int64_t i = tile.tokens; i < round_up(tile.tokens, kLanes<T>); ++i)
+                number[i] = 0;
+              double dots[kTile] = {};
+              for_blocks(matrix_columns, [&](int64_t begin, int64_t width) {
+                const T* centre = keys ? raw_centre_of(panel) + begin : zero.data;
+                const Rows<T> rows = read_rows(matrix, h, tile, begin, width, pass.block);
+                sum_rows(nodes, tile.tokens, width, weight, rows, centre, target + begin, size);
+                also(panel, tile, begin, width, weight, rows, centre, dots);
+              });
+              if (keys || last)
+                for (int a = 0; a < nodes; ++a)
+                  target[a * size + matrix_columns] +=
+                      double(dot(weight + a * kTile, number, tile.tokens));
+            });
       }
     });
     // Part by part, so that the innermost loop runs along memory.
@@ -505,8 +494,7 @@ struct Transform {
       layout = choose_layout(range, call.n_q, call.n_k, dv, precision_of(dtype, level),
                              most_key_nodes(dtype));
       raw.resize(key_nodes() * raw_size);
-      sum_moments(true, call.value, columns, nullptr, raw_size, raw.data,
-                  [](int, const Tile&, int64_t, int64_t, const T*, const T*, T*) {});
+      sum_moments(true, call.value, columns, nullptr, raw_size, raw.data, [](auto...) {});
       if (!finite_sums()) return false;
       measure_from_ends();
       const Bounds bounds = run_core(slopes);
@@ -594,26 +582,24 @@ struct Transform {
     const Write write = call.merge || !first_of_group()
                             ? Write::kBlend
                             : choose_write<T>(call.out, h, call.n_q, dv);
-    const int64_t row = block_row<T>(dv);
     const Lagrange<T> basis(p);
     const int64_t chunk = chunk_of(call.n_q);
     parallel(ceil_div(call.n_q, chunk), [&](int64_t task) {
       const int64_t first = task * chunk, count = least(chunk, call.n_q - first);
-      Pass pass(layout.query, 1);
+      Pass pass(layout.query);
       for_tiles(pass, false, first, count, basis,
-                [&](int panel, const Tile& tile, const Tile& next, const T* weight) {
+                [&](int panel, const Tile& tile, const T* weight) {
                   const T* rows = table.wide.data + int64_t(panel) * p * table.size;
                   Shares<T> shares(tile.tokens);
                   if (call.lse)
                     write_lse(panel, tile, weight, table.last.data + panel * p, pass.at.t, shares);
-                  for_blocks(call.out, dv, tile, next,
-                             [&](int64_t begin, int64_t width, const Ahead& ahead) {
-                               if (write != Write::kStream) ahead.template fetch<true>(0, 1);
-                               spread_table(p, tile.tokens, width, weight, rows + begin, table.size,
-                                            pass.block[0], row);
-                               scatter(pass.block[0], row, tile, begin, width, shares, call.out, h,
-                                       write);
-                             });
+                  for_blocks(dv, [&](int64_t begin, int64_t width) {
+                    write_rows(call.out, h, tile, begin, width, shares, write, pass.block,
+                               [&](auto finish) BOLTZATTN_INLINED {
+                                 spread_table(p, tile.tokens, width, weight, rows + begin,
+                                              table.size, finish);
+                               });
+                  });
                 });
       if (write == Write::kStream) stream_end();
     });

@@ -26,18 +26,13 @@ struct TransformGradient : Transform<T> {
   void query_gradients(double* node_gradient) {
     const int p = layout.query.nodes;
     const Table slopes(this->node_slope.data, row_size, this->query_nodes(), dv);
-    const int64_t row = block_row<T>(dv);
-    Buffer<double> dt(call.n_q);
     this->sum_moments(
         false, g.grad_out, dv, g.grad_lse ? &g.grad_lse : nullptr, row_size, node_gradient,
         [&](int panel, const Tile& tile, int64_t begin, int64_t width, const T* weight,
-            const T* rows, T* block) {
+            Rows<T> rows, const T* centre, double* dt) {
           const T* table = slopes.wide.data + int64_t(panel) * p * slopes.size;
-          spread_table(p, tile.tokens, width, weight, table + begin, slopes.size, block, row);
-          for (int64_t i = 0; i < tile.tokens; ++i) {
-            double& sum = dt.data[tile.first + tile.order[i]];
-            sum = (begin == 0 ? 0 : sum) + double(dot(rows + i * row, block + i * row, width));
-          }
+          dot_with_table(p, tile.tokens, width, weight, table + begin, slopes.size, rows, centre,
+                         dt);
           if (begin + width < dv) return;
           alignas(64) T mean[kTile];
           if (g.grad_lse) Base::blend(p, tile.tokens, weight, slopes.last.data + panel * p, mean);
@@ -47,7 +42,7 @@ struct TransformGradient : Transform<T> {
             double grad_lse = 0;
             if (g.grad_lse) read_column(g.grad_lse, h, at, 1, &grad_lse);
             const double from_lse = g.grad_lse ? grad_lse * (reference + double(mean[i])) : 0;
-            const T dq = T((dt.data[at] + from_lse) * call.scale);
+            const T dq = T((dt[i] + from_lse) * call.scale);
             write_block(&dq, 0, 0, 1, 1, g.grad_query, h, at, 0);
           }
         });
@@ -132,7 +127,6 @@ struct TransformGradient : Transform<T> {
     const Table values(value_table, size, this->key_nodes(), columns);
     const Table slopes(slope_table, size, this->key_nodes(), columns);
     const Shares<T> shares(kTile);
-    const int64_t row = block_row<T>(columns);
     const Write write = !this->first_of_group()
                             ? Write::kBlend
                             : choose_write<T>(g.grad_value, h, call.n_k, columns);
@@ -140,29 +134,22 @@ struct TransformGradient : Transform<T> {
     const int64_t chunk = chunk_of(call.n_k);
     parallel(ceil_div(call.n_k, chunk), [&](int64_t task) {
       const int64_t first = task * chunk, count = least(chunk, call.n_k - first);
-      Pass pass(layout.key, 2);
+      Pass pass(layout.key);
       if (call.key_mask) zero_masked(first, count);
       this->for_tiles(
-          pass, true, first, count, basis,
-          [&](int panel, const Tile& tile, const Tile& next, const T* weight) {
+          pass, true, first, count, basis, [&](int panel, const Tile& tile, const T* weight) {
             const int64_t table = int64_t(panel) * q * values.size;
             double ds[kTile] = {};
-            this->for_blocks(
-                call.value, columns, tile, next,
-                [&](int64_t begin, int64_t width, const Ahead& ahead) {
-                  T *rows = pass.block[0], *block = pass.block[1];
-                  gather(call.value, h, tile, begin, width, this->raw_centre_of(panel) + begin,
-                         rows, row);
-                  ahead.template fetch<false>(0, 2);
-                  spread_table(q, tile.tokens, width, weight, values.wide.data + table + begin,
-                               values.size, block, row);
-                  scatter(block, row, tile, begin, width, shares, g.grad_value, h, write);
-                  ahead.template fetch<false>(1, 2);
-                  spread_table(q, tile.tokens, width, weight, slopes.wide.data + table + begin,
-                               values.size, block, row);
-                  for (int64_t i = 0; i < tile.tokens; ++i)
-                    ds[i] += double(dot(rows + i * row, block + i * row, width));
-                });
+            this->for_blocks(columns, [&](int64_t begin, int64_t width) {
+              const Rows<T> rows = read_rows(call.value, h, tile, begin, width, pass.block);
+              dot_with_table(q, tile.tokens, width, weight, slopes.wide.data + table + begin,
+                             slopes.size, rows, this->raw_centre_of(panel) + begin, ds);
+              write_rows(g.grad_value, h, tile, begin, width, shares, write, pass.block,
+                         [&](auto finish) BOLTZATTN_INLINED {
+                           spread_table(q, tile.tokens, width, weight,
+                                        values.wide.data + table + begin, values.size, finish);
+                         });
+            });
             alignas(64) T rest[kTile];
             Base::blend(q, tile.tokens, weight, slopes.last.data + panel * q, rest);
             for (int64_t i = 0; i < tile.tokens; ++i) {
