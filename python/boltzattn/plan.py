@@ -28,10 +28,10 @@ class Plan:
 # decides, and it decides the same way on any machine that is not very unlike.
 DIRECT_PAIR = 0.75  # a query and a key: score, exponential, sums
 DIRECT_PAIR_COLUMN = 0.022  # and each of the rank + dv multiply-adds
-TRANSFORM_HEAD = 60_000.0  # the core, at ordinary temperatures
-TRANSFORM_HEAD_COLUMN = 900.0
-TRANSFORM_TOKEN = 20.0  # a query or a key
-TRANSFORM_TOKEN_COLUMN = 0.4
+TRANSFORM_HEAD = 45_000.0  # the core, at ordinary temperatures
+TRANSFORM_HEAD_COLUMN = 550.0
+TRANSFORM_TOKEN = 16.0  # a query or a key
+TRANSFORM_TOKEN_COLUMN = 0.32
 # A head of the reference's transform is some hundred calls of torch; against the reference's own
 # direct method it breaks even at about 1,800 tokens.
 REFERENCE_TRANSFORM_HEAD = 3e6
