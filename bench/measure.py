@@ -47,7 +47,7 @@ class Effort:
 
 
 QUICK = Effort(seconds_per_provider=0.8, longest_call_s=3.0, long_call_s=1.0)
-FULL = Effort(seconds_per_provider=1.5, longest_call_s=12.0)
+FULL = Effort(seconds_per_provider=1.0, longest_call_s=4.0, long_call_s=1.0)
 
 
 def measure(entry: Entry, effort: Effort) -> list[Row]:

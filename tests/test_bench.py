@@ -69,13 +69,12 @@ def test_providers_take_turns_in_rotating_order():
     assert all(len(s) == 3 for s in samples.values())  # three even when one is too long
 
 
-def test_two_samples_of_long_calls_are_enough_for_a_quick_run():
+@pytest.mark.parametrize("effort", [measure.QUICK, measure.FULL])
+def test_two_samples_of_long_calls_are_enough(effort):
     clock = FakeClock({"short": 0.9, "long": 1.1})
-    calls = {name: name for name in clock.seconds}
-    for effort, expected in ((measure.QUICK, 2), (measure.FULL, 3)):
-        samples = measure.take_turns(calls, effort, clock)
-        assert len(samples["short"]) == 3
-        assert len(samples["long"]) == expected
+    samples = measure.take_turns({name: name for name in clock.seconds}, effort, clock)
+    assert len(samples["short"]) == 3
+    assert len(samples["long"]) == 2
 
 
 def test_short_calls_are_repeated_and_budgets_are_kept():
