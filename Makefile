@@ -2,6 +2,7 @@
 # make test    set up if needed, run every test that needs no GPU
 # make bench-full   the whole grid of benchmarks with every peer, resumable; make micro: the kernels
 # make sanitize   the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+# make arm64   the same kernels for ARM64, under emulation
 # make venv, lint, format, test-full: see below
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ export TORCH_CUDA_ARCH_LIST ?= 8.0+PTX
 # In no extension, but formatted with the rest.
 SANITIZER := $(wildcard tests/sanitize/*.cpp)
 
-.PHONY: bench bench-full micro test test-full sanitize lint format venv clean
+.PHONY: bench bench-full micro test test-full sanitize arm64 lint format venv clean
 
 bench: venv
 	$(BIN)/python -m bench
@@ -59,6 +60,13 @@ build/sanitize/kernels: $(SANITIZED) $(SANITIZER) $(SOURCES)
 build/sanitize/%.o: csrc/cpu/%.cpp $(SOURCES)
 	@mkdir -p $(@D)
 	$(CXX) $(SANITIZE) -Icsrc -c $< -o $@
+
+# The same program for ARM64, cross-compiled and emulated; Debian: g++-aarch64-linux-gnu, qemu-user.
+arm64:
+	@mkdir -p build
+	aarch64-linux-gnu-g++ -std=c++17 -O2 -fno-math-errno -pthread -static -Icsrc $(SANITIZER) \
+		csrc/cpu/isa_*.cpp -o build/arm64
+	qemu-aarch64 build/arm64
 
 lint: $(VENV)/.requirements
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 // The Python module boltzattn._C: importing it registers the operators of cpu/ops.cpp; what it
 // offers itself is the build record and a few switches for tests.
+#undef TORCH_TARGET_VERSION  // torch 2.10's copy of pybind11 refuses it; no other torch header here
 #include <pybind11/pybind11.h>
 
 #include "cpu/isa.h"

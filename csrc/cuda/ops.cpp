@@ -49,7 +49,8 @@ cudaStream_t current_stream(int32_t device) {
   }();
   STD_TORCH_CHECK(getter, "boltzattn: this torch has no CUDA streams");
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(getter(device, &stream));
+  STD_TORCH_CHECK(getter(device, &stream) == AOTI_TORCH_SUCCESS,
+                  "boltzattn: torch did not tell its current CUDA stream");
   return static_cast<cudaStream_t>(stream);
 }
 
