@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import subprocess
+import sys
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -30,8 +33,25 @@ CASES: dict[str, dict[str, Any]] = {
     "one process has it all": {"uneven": True, "with_lse": True},
     "NaN goes the long way": {"nan": True},
     "rank 3": {"rank": 3, "exchange": "gather", "masked": True, "uneven": True},
+    "plain torch": {"backend": "reference", "masked": True, "with_lse": True},
+    "plain torch, fp64, cold": {
+        "backend": "reference",
+        "dtype": torch.float64,
+        "keys": "needle",
+        "scale": 600.0,
+        "with_lse": True,
+    },
+    "plain torch, bf16, uneven": {
+        "backend": "reference",
+        "dtype": torch.bfloat16,
+        "uneven": True,
+        "scale": -3.0,
+    },
+    "plain torch, equal keys": {"backend": "reference", "keys": "equal"},
+    "plain torch, all masked": {"backend": "reference", "masked": "all"},
+    "plain torch, NaN": {"backend": "reference", "nan": True},
 }
-METHOD = {"rank 3": "direct", "NaN goes the long way": "direct"}
+METHOD = {name: "direct" for name in ("rank 3", "NaN goes the long way", "plain torch, NaN")}
 
 
 def draw(
@@ -86,7 +106,11 @@ def one_case(rank: int, world: int, case: dict[str, Any]) -> Result:
     if "key_padding_mask" in call:
         call["key_padding_mask"] = call["key_padding_mask"][:, rows_k]
     out, lse = distributed.attention(
-        *local[:3], **call, exchange=case.get("exchange", "moments"), return_lse=True
+        *local[:3],
+        **call,
+        exchange=case.get("exchange", "moments"),
+        backend=case.get("backend", "auto"),
+        return_lse=True,
     )
     grads = [local[3]]
     if tensors[4] is not None:
@@ -118,15 +142,16 @@ class Volume:
         dist.all_reduce, dist.all_gather = self.all_reduce, self.all_gather
 
 
-def volume(n: int, exchange: str) -> tuple[list[int], list[int], str]:
+def volume(n: int, exchange: str, backend: str = "auto") -> tuple[list[int], list[int], str]:
     """Bytes of forward, of backward, and what `explain` says; same range for every n."""
     query, key = (torch.linspace(-3.0, 3.0, n).view(1, n, 1).requires_grad_() for _ in range(2))
-    value = torch.sin(7.0 * key.detach()) + torch.zeros(8)
+    value = (torch.sin(7.0 * key.detach()) + torch.zeros(8)).requires_grad_()
     with Volume() as forward:
-        out = distributed.attention(query, key, value, exchange=exchange)
+        out = distributed.attention(query, key, value, exchange=exchange, backend=backend)
     with Volume() as backward:
         out.sum().backward()
-    return forward.calls, backward.calls, distributed.explain(query, key, value)
+    words = distributed.explain(query, key, value, exchange=exchange, backend=backend)
+    return forward.calls, backward.calls, words
 
 
 WRAPPED = (("DDP", 1), ("DDP", 2), ("FSDP2", 1))  # and the rank of the QK product
@@ -147,6 +172,7 @@ def modules(rank: int, world: int) -> dict[str, Tensor]:
             batch_first=True,
             dtype=torch.float64,
             process_group=dist.group.WORLD,
+            exchange="moments" if qk_rank == 1 else "gather",
         )
         parallel: Any = layer
         if wrapper == "DDP":
@@ -165,16 +191,24 @@ def modules(rank: int, world: int) -> dict[str, Tensor]:
     return found
 
 
-def sharded_tensors(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """DTensors in and out: the whole output and the whole gradient of the key."""
+def sharded_tensors(rank: int, world: int) -> list[Tensor]:
+    """DTensors in and out, in shards of different lengths: all of the output and gradients."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (world,))
-    tensors, _ = draw(dtype=torch.float64)
-    parts = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in tensors[:3]]
+    tensors, _ = odd_lengths()
+    parts = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in tensors]
+    assert len({x.to_local().shape[2] for x in parts}) > 1 or rank == 0
     out = distributed.attention(*parts)
     out.to_local().square().sum().backward()
-    return out.detach().full_tensor(), parts[1].grad.full_tensor()
+    return [out.detach().full_tensor(), *(x.grad.full_tensor() for x in parts)]
+
+
+def odd_lengths() -> tuple[list[Tensor], dict[str, Any]]:
+    """Query, key and value that neither two nor three processes share evenly."""
+    tensors, call = draw(dtype=torch.float64)
+    query, key, value = tensors[:3]
+    return [query[..., :-1, :], key[..., :-1, :], value[..., :-1, :]], call
 
 
 def errors(rank: int, world: int) -> list[str]:
@@ -185,6 +219,12 @@ def errors(rank: int, world: int) -> list[str]:
         lambda: distributed.attention(x.expand(2, 10, 3), x.expand(2, 10, 3), x),
         lambda: distributed.attention(x, x, x, scale=1.0 + rank),
         lambda: distributed.attention(x, x, x, exchange="smoke"),
+        lambda: distributed.attention(x, x, x, backend="triton"),
+        lambda: distributed.attention(x, x, x, backend=("cpu", "reference")[rank % 2]),
+        lambda: boltzattn.explain(x, x, x, is_causal=True, group=dist.group.WORLD),
+        lambda: boltzattn.nn.LowRankAttention(
+            8, 2, rank=2, process_group=dist.group.WORLD, batch_first=True
+        )(*[torch.randn(1, 5, 8)] * 3),
     ):
         with pytest.raises(ValueError, match="must") as caught:
             call()
@@ -201,11 +241,21 @@ def everything(rank: int, world: int) -> dict[str, Any]:
     found["errors"] = errors(rank, world)
     if world == 2:
         found["volumes"] = {
-            (n, exchange): volume(n, exchange)
-            for n in (2**14, 2**17)
-            for exchange in distributed.EXCHANGES
+            "short": volume(2**14, "moments"),
+            "long": volume(2**20, "moments"),
+            "short, plain torch": volume(2**12, "moments", "reference"),
+            "long, plain torch": volume(2**15, "moments", "reference"),
+            "short, gathered": volume(2**12, "gather"),
+            "long, gathered": volume(2**13, "gather"),
         }
-        found["sharded"] = sharded_tensors(rank, world)
+        x = torch.linspace(-3.0, 3.0, 2**14).view(1, -1, 1)
+        found["explained"] = (
+            boltzattn.explain(x, x, x, group=dist.group.WORLD),
+            distributed.explain(x, x, x),
+            distributed.explain(x, x, 1e9 * x, scale=1e9),
+            boltzattn.explain(*[torch.randn(1, 5, 3)] * 3, group=dist.group.WORLD),
+        )
+    found["sharded"] = sharded_tensors(rank, world)
     return found
 
 
@@ -261,10 +311,14 @@ def test_module_under_ddp_and_fsdp(results: list[dict[str, Any]]) -> None:
 
 def test_wrong_calls_are_refused_by_all(results: list[dict[str, Any]]) -> None:
     for process in results:
-        rank, scale, exchange = process["errors"]
+        rank, scale, exchange, backend, mixed, causal, module = process["errors"]
         assert "exchange='gather' takes any rank" in rank
         assert "must be the same in all processes" in scale
         assert "exchange must be 'moments' or 'gather', got 'smoke'" in exchange
+        assert "backend must be 'auto' or one of 'cpu', 'reference', got 'triton'" in backend
+        assert "must be the same in all processes" in mixed
+        assert "is_causal must not be given together with group" in causal
+        assert module == rank.replace("rank 3", "rank 2")
 
 
 def test_volume_does_not_depend_on_the_length(results: list[dict[str, Any]]) -> None:
@@ -272,28 +326,62 @@ def test_volume_does_not_depend_on_the_length(results: list[dict[str, Any]]) -> 
         if "volumes" not in process:
             continue
         volumes = process["volumes"]
-        forward, backward, words = volumes[2**14, "moments"]
-        assert volumes[2**17, "moments"] == (forward, backward, words)
-        assert len(forward) == 2  # ranges, moments
-        assert len(backward) == 1
-        assert f"ranges {forward[0]} bytes, of moments {forward[1]} bytes" in words
-        assert f"queries {backward[0]} bytes" in words
-        assert sum(forward) < 100_000
+        for kind in ("", ", plain torch"):
+            forward, backward, words = volumes["short" + kind]
+            assert volumes["long" + kind] == (forward, backward, words)
+            assert len(forward) == 2  # ranges, moments
+            assert len(backward) == 1
+            assert f"ranges {forward[0]} bytes, of moments {forward[1]} bytes" in words
+            assert f"queries {backward[0]} bytes" in words
+            assert sum(forward) < 100_000
         # The counter sees what grows.
-        assert sum(volumes[2**17, "gather"][0]) > 7 * sum(volumes[2**14, "gather"][0])
+        forward, backward, words = volumes["short, gathered"]
+        assert f"lengths {forward[0]} bytes, of keys {forward[1]} bytes, of values" in words
+        assert f"of values {forward[2]} bytes" in words
+        assert sorted(map(int, re.findall(r"(\d+) bytes", words.partition("backward")[2]))) == (
+            sorted(backward)
+        )
+        assert sum(volumes["long, gathered"][0]) > 1.9 * sum(forward)
+
+
+def test_explain_tells_what_is_sent(results: list[dict[str, Any]]) -> None:
+    for process in results:
+        if "explained" not in process:
+            continue
+        whole, moments, too_large, rank_3 = process["explained"]
+        assert whole == moments
+        assert moments.startswith("exchange moments, 2 processes, 1 heads, backend cpu")
+        assert too_large.startswith("exchange gather (the transform does not serve these logits)")
+        assert rank_3.startswith("exchange gather (asked for)")
 
 
 def test_sharded_tensors(results: list[dict[str, Any]]) -> None:
-    if len(results) != 2:
-        return
-    tensors, _ = draw(dtype=torch.float64)
-    leaves = [x.requires_grad_() for x in tensors[:3]]
+    tensors, _ = odd_lengths()
+    leaves = [x.requires_grad_() for x in tensors]
     out = boltzattn.attention(*leaves)
     out.square().sum().backward()
     for process in results:
         # Two certified results.
-        torch.testing.assert_close(process["sharded"][0], out.detach(), rtol=0.0, atol=1e-9)
-        torch.testing.assert_close(process["sharded"][1], leaves[1].grad, rtol=0.0, atol=1e-8)
+        assert torch.equal(process["sharded"][0], results[0]["sharded"][0])
+        for actual, wanted in zip(
+            process["sharded"], [out.detach(), *(x.grad for x in leaves)], strict=True
+        ):
+            torch.testing.assert_close(actual, wanted, rtol=0.0, atol=1e-8)
+
+
+@pytest.mark.full
+def test_torchrun_example(tmp_path: Path) -> None:
+    """Two processes learn the largest of all tokens, which only one of them has."""
+    example = Path(__file__).parents[1] / "examples" / "context_parallel.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", str(example), "--tokens", "4000", "--steps", "31"]
+    said = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=True
+    ).stdout
+    assert said.startswith("exchange moments, 2 processes")
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", said)]
+    assert len(losses) == 7
+    assert losses[-1] < 0.3 * losses[0]
 
 
 def dies(rank: int, world: int, after: int) -> str:

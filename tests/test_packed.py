@@ -134,6 +134,35 @@ def test_compiles_whole() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_one_operator_whatever_the_sequences(is_causal: bool, dtype: torch.dtype) -> None:
+    cu = starts([5, 3000, 0, 20, 2500])
+    q, k, v = (torch.randn(5525, 1, width, dtype=dtype) for width in (1, 1, 4))
+    call = {"is_causal": is_causal, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    assert boltzattn.explain(q, k, v, **call).startswith("packed, 5 sequences, 2 plans")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        boltzattn.attention(q, k, v, **call)
+    ran = [event.name for event in profile.events() if event.name.startswith("boltzattn::cpu_")]
+    assert ran == ["boltzattn::cpu_packed_forward"]
+
+
+def test_explain_counts_the_plans() -> None:
+    cu_q, cu_k = starts([10, 4000, 0, 30, 5000]), starts([20, 4000, 0, 3, 5000])
+    q, k = torch.randn(9040, 2, 1), torch.randn(9023, 2, 1)
+    said = boltzattn.explain(q, k, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k).splitlines()
+    assert said[0] == "packed, 5 sequences, 2 plans"
+    at = [said.index(f"{count} sequences, the longest of them:") for count in (3, 2)]
+    assert [said[i + 1] for i in at] == [
+        "method direct, backend cpu",
+        "method transform, backend cpu",
+    ]
+    assert "2 heads, n_q 10, n_k 20, rank 1" in said[at[0] + 2]
+    assert "2 heads, n_q 5000, n_k 5000, rank 1" in said[at[1] + 2]
+    with pytest.raises(ValueError, match="cu_seqlens_k must have as many entries"):
+        boltzattn.explain(q, k, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k[:-1])
+
+
 def test_threads_do_not_matter() -> None:
     cu = starts([50, 3000, 20, 700])
     q, k = torch.randn(2, 3770, 2, 1)

@@ -49,15 +49,22 @@ static void packed_forward(const Attention& whole, const Sequence* sequences, in
   const AttentionGradient none{whole, {}, {}, {}, {}, {}, {}};
   for_sequences(sequences, count, [&](const Sequence& s) {
     const SequenceGradient one(none, s);
-    s.by_transform ? transform_forward<T>(one.g.call)
-                   : direct_forward<T>(one.g.call, 0, whole.heads);
+    if (!s.by_transform)
+      direct_forward<T>(one.g.call, 0, whole.heads);
+    else if (whole.is_causal)
+      causal_forward<T>(one.g.call);
+    else
+      transform_forward<T>(one.g.call);
   });
 }
+
+// Causal sequences of the transform are left out: their backward is put together by the caller.
 
 template <class T>
 static void packed_backward(const AttentionGradient& whole, const Sequence* sequences,
                             int64_t count) {
   for_sequences(sequences, count, [&](const Sequence& s) {
+    if (s.by_transform && whole.call.is_causal) return;
     const SequenceGradient one(whole, s);
     s.by_transform ? transform_backward<T>(one.g) : direct_backward<T>(one.g, 0, whole.call.heads);
   });

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boltzattn import backends, canonical, functional
+from boltzattn import backends, canonical, functional, reference_stages
 from boltzattn.layout import LARGEST_PRODUCT, Range
 from boltzattn.modes import exact
 from boltzattn.reference import accumulate_dtype
 
 EXCHANGES = ("moments", "gather")
-LEVELS = 3  # of precision, as in csrc/cpu/transform.h
+# Of the stages between exchanges, with levels of precision (as in csrc/cpu/transform.h).
+LEVELS = {"cpu": 3, "reference": 1}
 
 # The layout weighs its cost by tokens, and widens with the logarithm of their number. Both are
 # fixed in steps, so that the volume of communication is the same for every length in use.
@@ -45,19 +46,23 @@ def attention(
     enable_gqa: bool = False,
     key_padding_mask: Tensor | None = None,
     exchange: str = "moments",
+    backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the local queries to the keys of all processes of the group.
 
     Args:
         query: `[..., H, n_q, rank]`, this process's queries. Shards may have any length, also 0.
-        key: `[..., H, n_k, rank]`, this process's keys, on the CPU for "moments".
+        key: `[..., H, n_k, rank]`, this process's keys.
         value: `[..., H, n_k, dv]`.
         group: the processes; default all of them.
         scale, enable_gqa, return_lse: as in `boltzattn.attention`.
         key_padding_mask: `[batch..., n_k]` of the local keys.
         exchange: "moments" sends sums over keys, a volume independent of n, for rank 1. "gather"
             sends all keys and values to every process, for any rank.
+        backend: for "moments", "cpu" (C++, CPU tensors) or "reference" (plain torch in fp64, on the
+            device of the tensors); "auto" takes the first that can. The same in all processes. For
+            "gather", as in `boltzattn.attention`.
 
     All three may be DTensors that are sharded along dimension -2 over one mesh dimension; the
     result is then one, too.
@@ -77,13 +82,7 @@ def attention(
         torch.Size([4, 1000, 8])
         >>> dist.destroy_process_group()
     """
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be 'moments' or 'gather', got {exchange!r}")
-    if not dist.is_initialized():
-        raise ValueError(
-            "group must exist before the call: torch.distributed is not initialised; call "
-            "torch.distributed.init_process_group first"
-        )
+    _check_call(exchange)
     if _is_sharded(query):
         return _attend_to_shards(
             (query, key, value),
@@ -92,29 +91,21 @@ def attention(
             enable_gqa=enable_gqa,
             key_padding_mask=key_padding_mask,
             exchange=exchange,
+            backend=backend,
             return_lse=return_lse,
         )
     if exchange == "gather":
-        return _gathered(query, key, value, group, scale, enable_gqa, key_padding_mask, return_lse)
-    tensors, options, lead = canonical.canonical(
-        query,
-        key,
-        value,
-        None,
-        0.0,
-        False,
-        scale,
-        enable_gqa,
-        key_padding_mask,
-        "transform",
-        "auto",
-    )
-    call = _Call(*tensors[:3], tensors[4], options[0], group)
+        return _gathered(
+            query, key, value, group, scale, enable_gqa, key_padding_mask, backend, return_lse
+        )
+    call, lead = _canonical(query, key, value, scale, enable_gqa, key_padding_mask, group, backend)
     shared = call.share()
     if shared is None:
         _log.info("distributed.attention: not served by moments, keys and values are gathered")
-        return _gathered(query, key, value, group, scale, enable_gqa, key_padding_mask, return_lse)
-    out, lse = _Moments.apply(*tensors[:3], call, shared)
+        return _gathered(
+            query, key, value, group, scale, enable_gqa, key_padding_mask, "auto", return_lse
+        )
+    out, lse = _Moments.apply(call.query, call.key, call.value, call, shared)
     out = out.reshape(*lead, *out.shape[-2:])
     if not return_lse:
         return out
@@ -130,8 +121,10 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
     key_padding_mask: Tensor | None = None,
+    exchange: str = "moments",
+    backend: str = "auto",
 ) -> str:
-    """What `attention` would send, in bytes of the tensors that are reduced. Collective.
+    """What `attention` would send, in bytes of what a process gives to the collectives. Collective.
 
     Example:
         >>> import tempfile
@@ -139,34 +132,80 @@ def explain(
         >>> dist.init_process_group("gloo", store, rank=0, world_size=1)
         >>> q, v = torch.rand(4, 1000, 1), torch.rand(4, 1000, 8)
         >>> print(boltzattn.distributed.explain(q, q, v))
-        exchange moments, 1 processes, 4 heads
-          forward: all-reduce of ranges 272 bytes, of moments ... bytes
+        exchange moments, 1 processes, 4 heads, backend cpu
+          forward: all-reduce of ranges 288 bytes, of moments ... bytes
           backward: all-reduce of sums over queries ... bytes
+          the same for every number of tokens up to 16,777,216
         >>> dist.destroy_process_group()
     """
-    tensors, options, _ = canonical.canonical(
-        query,
-        key,
-        value,
-        None,
-        0.0,
-        False,
-        scale,
-        enable_gqa,
-        key_padding_mask,
-        "transform",
-        "auto",
-    )
-    call = _Call(*tensors[:3], tensors[4], options[0], group)
-    extents = call.extents()
-    found = call.agree(extents)
-    sizes = torch.ops.boltzattn.cpu_stage_sizes(*call.tensors, found.ranges)
-    heads = found.ranges.shape[0]
+    _check_call(exchange)
+    processes = dist.get_world_size(group)
+    if exchange == "moments":
+        call, _ = _canonical(query, key, value, scale, enable_gqa, key_padding_mask, group, backend)
+        found = call.agree(call.extents())
+        heads = found.ranges.shape[0]
+        if not bool((found.ranges[:, 7] < 0).any()):
+            moments, query_sums = _stage(call.backend, "sizes")(*call.tensors, found.ranges)
+            return (
+                f"exchange moments, {processes} processes, {heads} heads, backend {call.backend}\n"
+                f"  forward: all-reduce of ranges {found.sent} bytes, of moments {8 * moments} "
+                f"bytes\n  backward: all-reduce of sums over queries {8 * query_sums} bytes\n"
+                f"  the same for every number of tokens up to {_most_keys(found.keys):,}"
+            )
+    canonical.check_tensors(query, key, value)
+    counts = _lengths(key, group)
+    rows = [x.numel() // max(1, x.shape[-2]) for x in (key, value)]  # numbers a token
+    sent = [n * max(counts) * key.itemsize for n in rows]
+    back = [n * sum(counts) * accumulate_dtype(key.dtype).itemsize for n in rows]
+    why = "asked for" if exchange == "gather" else "the transform does not serve these logits"
     return (
-        f"exchange moments, {dist.get_world_size(group)} processes, {heads} heads\n"
-        f"  forward: all-reduce of ranges {found.sent} bytes, of moments {sizes[0] * 8} bytes\n"
-        f"  backward: all-reduce of sums over queries {sizes[1] * 8} bytes"
+        f"exchange gather ({why}), {processes} processes\n"
+        f"  forward: all-gather of lengths 8 bytes, of keys {sent[0]} bytes, of values {sent[1]} "
+        f"bytes\n  backward: all-reduce of gradients of keys {back[0]} bytes, of values {back[1]} "
+        "bytes\n  grows with the number of tokens"
     )
+
+
+def _check_call(exchange: str) -> None:
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be 'moments' or 'gather', got {exchange!r}")
+    if not dist.is_initialized():
+        raise ValueError(
+            "group must exist before the call: torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group first"
+        )
+
+
+def _canonical(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+    key_padding_mask: Tensor | None,
+    group: dist.ProcessGroup | None,
+    backend: str,
+) -> tuple[_Call, tuple[int, ...]]:
+    """A call of "moments", and the leading shape of its result."""
+    backends.check_name("backend", backend, tuple(LEVELS))
+    tensors, options, lead = canonical.canonical(
+        *(query, key, value, None, 0.0, False, scale, enable_gqa, key_padding_mask),
+        *("transform", "auto"),
+    )
+    _, backend = backends.preferred("transform", backend)
+    return _Call(*tensors[:3], tensors[4], options[0], group, backend), lead
+
+
+def _stage(backend: str, name: str) -> Callable[..., Any]:
+    """A stage of the transform; see csrc/cpu/stages.h."""
+    if backend == "cpu":
+        return getattr(torch.ops.boltzattn, f"cpu_stage_{name}")
+    return getattr(reference_stages, name)
+
+
+def _most_keys(n: float) -> float:
+    """The step of MOST_KEYS that n keys are in."""
+    return next((most for most in MOST_KEYS if n <= most), n) if n > 0 else 0
 
 
 def _reduce(x: Tensor, op: Any, group: dist.ProcessGroup | None, what: str) -> None:
@@ -187,6 +226,7 @@ def _collective(call: Callable[[], Any], what: str) -> None:
 class _Agreement:
     ranges: Tensor  # [heads, 8], as SharedRange in csrc/cpu/problem.h
     sent: int  # bytes
+    keys: int  # of the head with most of them, at most
 
 
 @dataclass
@@ -209,6 +249,7 @@ class _Call:
     key_mask: Tensor | None
     scale: float
     group: dist.ProcessGroup | None
+    backend: str
 
     def __post_init__(self) -> None:
         if self.query.shape[-1] != 1:
@@ -216,11 +257,17 @@ class _Call:
                 f"query must have rank 1 for exchange='moments', got rank {self.query.shape[-1]}; "
                 "exchange='gather' takes any rank, at a volume that grows with n"
             )
-        reason = backends.extension()
-        if self.query.device.type != "cpu" or isinstance(reason, str):
-            why = reason if isinstance(reason, str) else f"query is on {self.query.device}"
+        why_not = None
+        if self.query.device.type != "cpu":
+            why_not = f"query is on {self.query.device}"
+        elif isinstance(reason := backends.extension(), str):
+            why_not = reason
+        if self.backend == "auto":
+            self.backend = "reference" if why_not else "cpu"
+        if self.backend not in LEVELS or (self.backend == "cpu" and why_not):
             raise ValueError(
-                f"exchange='moments' needs CPU tensors and the C++ extension ({why}); use "
+                f"backend must be 'cpu' or 'reference' for exchange='moments', got {self.backend!r}"
+                f"{f': {why_not}' if self.backend == 'cpu' else ''}; use 'reference', or "
                 "exchange='gather'"
             )
 
@@ -230,7 +277,7 @@ class _Call:
 
     def extents(self) -> Tensor:
         """Of the local queries and keys, [heads, 2, 6]: low, high, where, where, count, regular."""
-        return torch.ops.boltzattn.cpu_stage_extents(*self.tensors, self.key_mask)
+        return _stage(self.backend, "extents")(*self.tensors, self.key_mask)
 
     def agree(self, extents: Tensor) -> _Agreement:
         """The range of everybody's queries and keys, by one all-reduce: a minimum of numbers."""
@@ -243,23 +290,24 @@ class _Call:
         ]
         # Sizes that must be the same everywhere: if the least is not the largest, they are not.
         same = [self.value.shape[-1], backends.DTYPES.index(self.value.dtype), self.scale]
-        check = torch.tensor([*same, *(-x for x in same)], dtype=torch.float64)
+        same.append(list(LEVELS).index(self.backend))
+        check = extents.new_tensor([*same, *(-x for x in same)])
         flat = torch.cat([torch.stack(numbers, 1).flatten(), check])
         _reduce(flat, dist.ReduceOp.MIN, self.group, "all-reduce of ranges")
-        least, most = flat[-6:-3].tolist(), (-flat[-3:]).tolist()
+        least, most = flat[-8:-4].tolist(), (-flat[-4:]).tolist()
         if least != most:
             raise ValueError(
-                "value, scale and dtype must be the same in all processes, got (dv, dtype, scale) "
-                f"from {least} to {most}"
+                "value, scale and dtype must be the same in all processes, got (dv, dtype, scale, "
+                f"backend) from {least} to {most}"
             )
         processes = dist.get_world_size(self.group)
-        ranges = []
-        for t_low, t_high, s_low, s_high, n_q, n_k, regular_ in flat[:-6].view(-1, 7).tolist():
+        ranges, most_in_a_head = [], 0.0
+        for t_low, t_high, s_low, s_high, n_q, n_k, regular_ in flat[:-8].view(-1, 7).tolist():
             ends = sorted((t_low * self.scale, -t_high * self.scale))
             # At most so many: exact counts would be another all-reduce, and only their logarithm
             # is of interest.
             n_k = -n_k * processes
-            most_keys = next((m for m in MOST_KEYS if n_k <= m), n_k) if n_k > 0 else 0
+            most_keys, most_in_a_head = _most_keys(n_k), max(most_in_a_head, n_k)
             level = 0
             if n_q < 0 and n_k > 0:
                 span = Range(ends[0], ends[1], s_low, -s_high, int(most_keys))
@@ -269,7 +317,9 @@ class _Call:
             weighed = TOKENS_WEIGHED if n_q < 0 else 0
             ranges.append([*ends, s_low, -s_high, most_keys, weighed, TOKENS_WEIGHED, level])
         return _Agreement(
-            torch.tensor(ranges, dtype=torch.float64).view(-1, 8), flat.numel() * flat.itemsize
+            torch.tensor(ranges, dtype=torch.float64).view(-1, 8),
+            flat.numel() * flat.itemsize,
+            int(most_in_a_head),
         )
 
     @torch.no_grad()
@@ -277,17 +327,17 @@ class _Call:
         """Forward; None if a head is not for the transform, which all processes find alike."""
         extents = self.extents()
         ranges = self.agree(extents).ranges
-        with exact("cpu"):
-            for _ in range(LEVELS):
+        with exact(self.query.device.type):
+            for _ in range(LEVELS[self.backend]):
                 if bool((ranges[:, 7] < 0).any()):
                     return None
-                sums = torch.ops.boltzattn.cpu_stage_sum_keys(
+                sums = _stage(self.backend, "sum_keys")(
                     *self.tensors, self.key_mask, extents, ranges, self.scale
                 )
                 _reduce(sums, dist.ReduceOp.SUM, self.group, "all-reduce of moments")
                 if not bool(sums.isfinite().all()):  # NaN or inf among the values
                     return None
-                out, lse, served = torch.ops.boltzattn.cpu_stage_forward(
+                out, lse, served = _stage(self.backend, "forward")(
                     *self.tensors, self.key_mask, ranges, sums, self.scale
                 )
                 if bool(served.all()):
@@ -303,7 +353,7 @@ class _Moments(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         mask = () if call.key_mask is None else (call.key_mask,)
         ctx.save_for_backward(query, key, value, shared.ranges, shared.sums, *mask)
-        ctx.scale, ctx.group = call.scale, call.group
+        ctx.scale, ctx.group, ctx.backend = call.scale, call.group, call.backend
         ctx.set_materialize_grads(False)
         return shared.out, shared.lse
 
@@ -314,13 +364,12 @@ class _Moments(torch.autograd.Function):
         key_mask = mask[0] if mask else None
         if grad_out is None:
             grad_out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-        stages = torch.ops.boltzattn
-        with exact("cpu"):
-            grad_query, query_sums = stages.cpu_stage_sum_queries(
+        with exact(query.device.type):
+            grad_query, query_sums = _stage(ctx.backend, "sum_queries")(
                 grad_out, grad_lse, query, key, value, ranges, sums, ctx.scale
             )
             _reduce(query_sums, dist.ReduceOp.SUM, ctx.group, "all-reduce of sums over queries")
-            grad_key, grad_value = stages.cpu_stage_key_gradients(
+            grad_key, grad_value = _stage(ctx.backend, "key_gradients")(
                 query, key, value, key_mask, ranges, sums, query_sums, ctx.scale
             )
         return grad_query, grad_key, grad_value, None, None
@@ -334,13 +383,11 @@ def _gathered(
     scale: float | None,
     enable_gqa: bool,
     key_padding_mask: Tensor | None,
+    backend: str,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     canonical.check_tensors(query, key, value)
-    rows = torch.tensor([key.shape[-2]], device=key.device)
-    lengths = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
-    _collective(lambda: dist.all_gather(lengths, rows, group=group), "all-gather of lengths")
-    counts = [int(n) for n in lengths]
+    counts = _lengths(key, group)
     mask: Any = key_padding_mask
     if mask is not None:
         # gloo gathers no bools.
@@ -354,8 +401,17 @@ def _gathered(
         scale=scale,
         enable_gqa=enable_gqa,
         key_padding_mask=mask,
+        backend=backend,
         return_lse=return_lse,
     )
+
+
+def _lengths(key: Tensor, group: dist.ProcessGroup | None) -> list[int]:
+    """How many keys every process has."""
+    rows = torch.tensor([key.shape[-2]], device=key.device)
+    lengths = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+    _collective(lambda: dist.all_gather(lengths, rows, group=group), "all-gather of lengths")
+    return [int(n) for n in lengths]
 
 
 class _Gather(torch.autograd.Function):

@@ -164,44 +164,6 @@ def attention(
     return out, lse.reshape(*lead, lse.shape[-1]).to(reference.accumulate_dtype(out.dtype))
 
 
-def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    key_padding_mask: Tensor | None = None,
-    method: str = "auto",
-    backend: str = "auto",
-) -> str:
-    """The plan `attention` would follow for these arguments, and why not the others.
-
-    Example:
-        >>> q = torch.randn(4, 100, 2)
-        >>> print(boltzattn.explain(q, q, q).splitlines()[0])
-        method direct, backend cpu
-    """
-    tensors, options, _ = canonical(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        key_padding_mask,
-        method,
-        backend,
-    )
-    request = ops.request_of(*tensors[:5], dropout_p, is_causal)
-    return plan.describe(request, *options[3:])
-
-
 def self_attention(
     x: Tensor,
     w_q: Tensor,

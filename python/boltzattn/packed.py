@@ -19,6 +19,7 @@ from boltzattn.autograd import AttentionBackward
 from boltzattn.backends import Request
 from boltzattn.layer import above_autograd
 from boltzattn.modes import exact
+from boltzattn.reference import accumulate_dtype
 
 _CALL = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, float scale, bool is_causal, str method, "
 _CALL += "str backend"
@@ -112,12 +113,14 @@ class _Sequences:
         ]
         sizes = list(zip(lengths[0], lengths[1], strict=True))
         heads, rank, dv = query.shape[:-2].numel(), query.shape[-1], value.shape[-1]
-        plans = {}
-        for n_q, n_k in set(sizes):
-            request = Request(
+        requests = {
+            (n_q, n_k): Request(
                 query.device.type, query.dtype, heads, n_q, n_k, rank, dv, is_causal=is_causal
             )
-            plans[n_q, n_k] = plan.choose(request, method, backend)
+            for n_q, n_k in set(sizes)
+        }
+        plans = {size: plan.choose(one, method, backend) for size, one in requests.items()}
+        self.requests = [requests[size] for size in sizes]
         self.plans = [plans[size] for size in sizes]
         self.rows = [
             (slice(q, q + n_q), slice(k, k + n_k))
@@ -125,10 +128,34 @@ class _Sequences:
         ]
         by_transform = [taken.method == "transform" for taken in self.plans]
         self.by_transform = torch.tensor(by_transform, dtype=torch.bool)
-        # One operator for all, unless causal halving is among them: that one is Python's.
-        self.together = all(taken.backend == "cpu" for taken in self.plans) and not (
-            is_causal and any(by_transform)
-        )
+        # One operator for all.
+        self.together = all(taken.backend == "cpu" for taken in self.plans)
+        # Halved sequences (see `causal`) accumulate in out, and are differentiated one by one.
+        self.halved = [is_causal and transformed for transformed in by_transform]
+
+
+def describe(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool,
+    method: str,
+    backend: str,
+) -> str:
+    """The plans of a packed call in words: for each, how many sequences take it, and why."""
+    starts = cu_seqlens_q, cu_seqlens_k
+    sequences = _Sequences(query, key, value, *starts, is_causal, method, backend)
+    taken: dict[tuple[str, str], list[Request]] = {}
+    for one, request in zip(sequences.plans, sequences.requests, strict=True):
+        taken.setdefault((one.method, one.backend), []).append(request)
+    parts = [f"packed, {len(sequences.plans)} sequences, {len(taken)} plans"]
+    for requests in taken.values():
+        longest = max(requests, key=lambda r: (r.n_q * r.n_k, r.n_q, r.n_k))
+        parts.append(f"{len(requests)} sequences, the longest of them:")
+        parts.append(plan.describe(longest, method, backend))
+    return "\n".join(parts)
 
 
 def _rows_first(x: Tensor, width: int) -> Tensor:
@@ -149,6 +176,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     starts = cu_seqlens_q, cu_seqlens_k
     sequences = _Sequences(query, key, value, *starts, is_causal, method, backend)
+    dtype = query.dtype
+    if sequences.together and any(sequences.halved):
+        query, key, value = (x.to(accumulate_dtype(dtype)) for x in (query, key, value))
     out = _rows_first(query, value.shape[-1])
     with exact(query.device.type):
         if sequences.together:
@@ -162,7 +192,7 @@ def _forward(
                 is_causal,
                 out,
             )
-            return out, lse
+            return out.to(dtype), lse
         lse = query.new_empty(query.shape[:-1], dtype=torch.float64)
         for taken, (q, k) in zip(sequences.plans, sequences.rows, strict=True):
             forward, _ = taken.kernels
@@ -220,8 +250,11 @@ def _backward(
                 is_causal,
                 *grads,
             )
-            return grads
-        for taken, (q, k) in zip(sequences.plans, sequences.rows, strict=True):
+        for taken, halved, (q, k) in zip(
+            sequences.plans, sequences.halved, sequences.rows, strict=True
+        ):
+            if sequences.together and not halved:
+                continue
             _, backward = taken.kernels
             parts = backward(
                 grad_out[..., q, :],

@@ -38,7 +38,7 @@ LARGEST_SUM = 1e300  # of |v| over the keys: sums of values must not overflow
 LEAST_EXTENT = 1e-290  # of the keys: its inverse must not overflow
 
 
-class _Tokens:
+class Tokens:
     """The tokens of an axis, ordered by panel."""
 
     def __init__(self, axis: Axis, u: Tensor) -> None:
@@ -75,7 +75,7 @@ class _Half:
     """The query panels that measure keys and values from one end key."""
 
     queries: Tensor  # [m] which of the head's queries fall on these panels
-    tokens: _Tokens  # these queries
+    tokens: Tokens  # these queries
     kernel: Tensor  # [query nodes, key nodes] exp(t_a (s_b - s_end))
     end: float  # s_end
     end_key: Tensor  # [] where it stands among the kept keys
@@ -88,7 +88,7 @@ class _Head:
 
     def __init__(self, t: Tensor, s: Tensor, v: Tensor, layout: Layout) -> None:
         self.t, self.v = t[:, None], v
-        self.keys = _Tokens(layout.key, layout.warp_keys(s))
+        self.keys = Tokens(layout.key, layout.warp_keys(s))
         u = layout.warp_queries(t)
         panel, _ = layout.query.locate(u)
         split = layout.first_positive_panel()
@@ -109,7 +109,7 @@ class _Head:
             self.halves.append(
                 _Half(
                     queries=queries,
-                    tokens=_Tokens(axis, u[queries]),
+                    tokens=Tokens(axis, u[queries]),
                     kernel=(node_t[:, None] * node_gap).exp(),
                     end=end,
                     end_key=at_end,
@@ -157,16 +157,16 @@ class _Head:
             for nodes, tokens, weight in half.tokens.tiles():
                 i = half.queries[tokens]
                 slope, mean_gap = (weight @ table[nodes]).split([dv, 1], 1)
-                grad_t[i] = _dot(g[i], slope) + h[i] * (half.end + mean_gap)
+                grad_t[i] = dot(g[i], slope) + h[i] * (half.end + mean_gap)
             g0, gt, ht = half.tokens.moments(query_columns).split([dv, dv, 1], 1)
-            adjoint = torch.cat([g0, gt, ht - _dot(f, gt)], 1) / z
+            adjoint = torch.cat([g0, gt, ht - dot(f, gt)], 1) / z
 
             # At the key nodes: ds_j = sum_i t_i P_ij (g_i . (v_j - F_i) + h_i).
             table = half.kernel.T @ adjoint
             for nodes, j, weight in self.keys.tiles():
                 to_v, pull, rest = (weight @ table[nodes]).split([dv, dv, 1], 1)
                 grad_v[j] += to_v
-                grad_s[j] += _dot(self.v[j] - half.end_value, pull) + rest
+                grad_s[j] += dot(self.v[j] - half.end_value, pull) + rest
         return grad_t, grad_s, grad_v
 
     def double_backward(
@@ -221,7 +221,7 @@ class _Head:
                 )
                 grad_g[i] = to * f1 + t * p + (w + to_end_value)
                 grad_h[i] = to * (m + half.end) + t * (a + to_end)
-                grad_t[i] = _dot(g[i], to * f2 + t * p1 + p + w1)
+                grad_t[i] = dot(g[i], to * f2 + t * p1 + p + w1)
                 grad_t[i] += h[i] * (to * m1 + t * a1 + (a + to_end))
 
             # Keys: D as a function of the sums `plain` and `once`, and from there to the keys. An
@@ -238,11 +238,11 @@ class _Head:
                 by_s[:, :short] += gap * by_s_gap + to_gap_row
                 to_x, _, _, to_product, _ = to_row.split(widths, 1)
                 grad_v[j] += to_x + moves[j, :1] * to_product
-                grad_s[j] += _dot(row, by_s)
+                grad_s[j] += dot(row, by_s)
         return grad_g, grad_h, grad_t, grad_s, grad_v
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
+def dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(1, keepdim=True)
 
 
@@ -277,7 +277,7 @@ def _pull_back(
     return to_plain, to_once
 
 
-def _kept_keys(key_mask: Tensor | None, n_k: int, device: torch.device) -> Tensor | None:
+def kept_keys(key_mask: Tensor | None, n_k: int, device: torch.device) -> Tensor | None:
     """Indices of the keys that are not masked; None if the mask is a bias."""
     if key_mask is None:
         return torch.arange(n_k, device=device)
@@ -309,7 +309,7 @@ def _heads(
     """(index, kept keys, head) of every head that has queries and keys; head None: `direct`."""
     for index in itertools.product(*map(range, query.shape[:-2])):
         mask = None if key_mask is None else key_mask[index]
-        kept = _kept_keys(mask, key.shape[-2], key.device)
+        kept = kept_keys(mask, key.shape[-2], key.device)
         if kept is None:
             yield index, None, None
         elif query.shape[-2] > 0 and kept.numel() > 0:

@@ -184,6 +184,14 @@ struct Tensor {
     }
   }
 
+  void expect_finite(int64_t heads, int64_t rows, int64_t columns) const {
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < columns; ++j)
+          if (!finite(head[size_t(h)] + i * row + j * column))
+            fail("a result is not finite, or was not written");
+  }
+
   Tensor& normal(double width) {
     std::normal_distribution<double> draw(0, width);
     for (int64_t i = 0; i < size; ++i) set(i, draw(generator));
@@ -321,16 +329,10 @@ void run(const Case& c) {
   (c.transform ? c.kernels->transform_backward : c.kernels->direct_backward)(gradient);
 
   if (c.spoiled || std::fabs(c.scale) > 100) return;  // gradients may overflow
-  for (const Tensor* x : {&out, &grad_query, &grad_key, &grad_value}) {
-    const Matrix m = x->matrix();
-    const int64_t rows = x == &out || x == &grad_query ? c.n_q : c.n_k;
-    const int64_t columns = x == &out || x == &grad_value ? c.dv : c.rank;
-    for (int64_t h = 0; h < c.heads; ++h)
-      for (int64_t i = 0; i < rows; ++i)
-        for (int64_t j = 0; j < columns; ++j)
-          if (!x->finite(m.head[h] + i * m.row + j * m.column))
-            fail("a result is not finite, or was not written");
-  }
+  out.expect_finite(c.heads, c.n_q, c.dv);
+  grad_query.expect_finite(c.heads, c.n_q, c.rank);
+  grad_key.expect_finite(c.heads, c.n_k, c.rank);
+  grad_value.expect_finite(c.heads, c.n_k, c.dv);
   for (int64_t i = 0; i < c.heads * c.n_q; ++i)
     if (std::isnan(reinterpret_cast<double*>(lse.bytes.get())[i]))
       fail("lse is NaN, or was not written");
@@ -425,10 +427,207 @@ void run_layer(const Kernels& kernels, int64_t n) {
   kernels.layer_backward(gradient);
 }
 
+// Sequences of different lengths end to end, some of them empty.
+void run_packed(const Kernels& kernels, bool is_causal) {
+  threads = one_of<int64_t>({1, 3});
+  const int64_t heads = one_of<int64_t>({1, 3}), dv = one_of<int64_t>({1, 8, 17, 64});
+  const bool halved = is_causal && below(2);  // such calls accumulate in out: no narrow dtypes
+  const DType dtype = kDTypes[below(halved ? 2 : 4)];
+  const int64_t rank = is_causal && !halved ? 3 : 1;
+  now_running = std::string(kernels.name) + (is_causal ? " packed, causal" : " packed");
+  std::vector<Sequence> sequences;
+  int64_t n_q = 0, n_k = 0;
+  for (int64_t i = 0; i < 7; ++i) {
+    const int64_t queries = one_of<int64_t>({0, 1, 65, 300, 1100});
+    const int64_t keys = below(2) ? queries : one_of<int64_t>({0, 1, 65, 300, 1100});
+    sequences.push_back({n_q, queries, n_k, keys, rank == 1 && (halved || below(2))});
+    n_q += queries;
+    n_k += keys;
+  }
+  Tensor query(heads, n_q, rank, dtype, any_layout()), key(heads, n_k, rank, dtype, any_layout());
+  Tensor value(heads, n_k, dv, dtype, any_layout()), grad_out(heads, n_q, dv, dtype, any_layout());
+  for (Tensor* x : {&query, &key, &value, &grad_out}) x->normal(1);
+  Tensor out(heads, n_q, dv, dtype, writable_layout());
+  Tensor lse(heads, n_q, 1, DType::kFloat64, kContiguous);
+  Attention call{};
+  call.heads = heads;
+  call.n_q = n_q;
+  call.n_k = n_k;
+  call.rank = rank;
+  call.dv = call.value_columns = dv;
+  call.summed = 1;
+  call.scale = one_of({1.0, -30.0});
+  call.is_causal = is_causal;
+  call.query = query.matrix();
+  call.key = key.matrix();
+  call.value = value.matrix();
+  call.out = out.matrix();
+  call.lse = lse.matrix();
+  kernels.packed_forward(call, sequences.data(), int64_t(sequences.size()));
+  out.expect_finite(heads, n_q, dv);
+
+  Tensor grad_query(heads, n_q, rank, dtype, writable_layout());
+  Tensor grad_key(heads, n_k, rank, dtype, writable_layout());
+  Tensor grad_value(heads, n_k, dv, dtype, writable_layout());
+  Tensor grad_lse(heads, n_q, 1, DType::kFloat64, any_layout());
+  AttentionGradient gradient{};
+  gradient.call = call;
+  gradient.grad_out = grad_out.matrix();
+  if (below(2)) gradient.grad_lse = grad_lse.normal(1).matrix();
+  gradient.grad_query = grad_query.matrix();
+  gradient.grad_key = grad_key.matrix();
+  gradient.grad_value = grad_value.matrix();
+  kernels.packed_backward(gradient, sequences.data(), int64_t(sequences.size()));
+  if (halved) return;  // the caller puts these gradients together
+  grad_query.expect_finite(heads, n_q, rank);
+  grad_key.expect_finite(heads, n_k, rank);
+  grad_value.expect_finite(heads, n_k, dv);
+}
+
+// One of the machines of a call in stages, with its part of the queries and keys.
+struct Machine {
+  int64_t heads, n_q, n_k, dv;
+  Tensor query, key, value, key_mask, grad_out, grad_lse, out, lse, grad_query, grad_key,
+      grad_value;
+  std::vector<Extent> extents;
+  AttentionGradient g{};
+
+  Machine(int64_t heads_, int64_t n_q_, int64_t n_k_, int64_t dv_, DType dtype, double scale,
+          bool masked, bool spoiled)
+      : heads(heads_),
+        n_q(n_q_),
+        n_k(n_k_),
+        dv(dv_),
+        query(heads, n_q, 1, dtype, any_layout()),
+        key(heads, n_k, 1, dtype, any_layout()),
+        value(heads, n_k, dv, dtype, any_layout()),
+        key_mask(heads, 1, n_k, DType::kBool, any_layout()),
+        grad_out(heads, n_q, dv, dtype, any_layout()),
+        grad_lse(heads, n_q, 1, DType::kFloat64, any_layout()),
+        out(heads, n_q, dv, dtype, writable_layout()),
+        lse(heads, n_q, 1, DType::kFloat64, kContiguous),
+        grad_query(heads, n_q, 1, dtype, writable_layout()),
+        grad_key(heads, n_k, 1, dtype, writable_layout()),
+        grad_value(heads, n_k, dv, dtype, writable_layout()),
+        extents(size_t(2 * heads)) {
+    for (Tensor* x : {&query, &key, &value, &grad_out, &grad_lse}) x->normal(1);
+    if (spoiled) value.spoil();
+    Attention& call = g.call;
+    call.heads = heads;
+    call.n_q = n_q;
+    call.n_k = n_k;
+    call.rank = 1;
+    call.dv = call.value_columns = dv;
+    call.summed = 1;
+    call.scale = scale;
+    call.query = query.matrix();
+    call.key = key.matrix();
+    call.value = value.matrix();
+    if (masked) call.key_mask = key_mask.sometimes(0, 1).matrix();
+    call.out = out.matrix();
+    call.lse = lse.matrix();
+    g.grad_out = grad_out.matrix();
+    if (masked) g.grad_lse = grad_lse.matrix();
+    g.grad_query = grad_query.matrix();
+    g.grad_key = grad_key.matrix();
+    g.grad_value = grad_value.matrix();
+  }
+};
+
+// Memory of exactly this size, full of NaN.
+struct Numbers {
+  std::unique_ptr<double[]> data;
+  explicit Numbers(int64_t size) : data(new double[size_t(size)]) {
+    std::fill_n(data.get(), size, NAN);
+  }
+};
+
+// The machines agree on ranges, add up their sums, and go on; as boltzattn/distributed.py does.
+void run_stages(const Kernels& kernels, int64_t n, double scale) {
+  threads = one_of<int64_t>({1, 3});
+  const int64_t heads = one_of<int64_t>({1, 3}), dv = one_of<int64_t>({1, 8, 17, 64});
+  const DType dtype = kDTypes[below(4)];
+  const bool masked = below(2), spoiled = !below(5);
+  char text[128];
+  std::snprintf(text, sizeof text, "%s in stages, n %d, dv %d, dtype %d, scale %g, %s",
+                kernels.name, int(n), int(dv), int(dtype), scale, masked ? "masked" : "no mask");
+  now_running = text;
+  std::vector<std::unique_ptr<Machine>> machines;
+  for (int64_t i = 0; i < 3; ++i)
+    machines.emplace_back(new Machine(heads, one_of<int64_t>({0, 1, n}), i == 1 ? 0 : n, dv, dtype,
+                                      scale, masked, spoiled));
+  std::unique_ptr<SharedRange[]> shared(new SharedRange[size_t(heads)]);
+  for (auto& machine : machines) kernels.stage_extents(machine->g.call, machine->extents.data());
+  for (int64_t h = 0; h < heads; ++h) {
+    Extent queries, keys;
+    for (auto& machine : machines) {
+      for (Extent* all : {&queries, &keys}) {
+        const Extent& own = machine->extents[size_t(2 * h + (all == &keys))];
+        all->low = std::min(all->low, own.low);
+        all->high = std::max(all->high, own.high);
+        all->count += own.count;
+      }
+    }
+    const double ends[2] = {queries.low * scale, queries.high * scale};
+    shared[h] = {std::min(ends[0], ends[1]),
+                 std::max(ends[0], ends[1]),
+                 keys.low,
+                 keys.high,
+                 keys.count,
+                 queries.count,
+                 1 << 20,
+                 0};
+  }
+  for (int level = 0, all_served = 0; level < 3 && !all_served; ++level) {
+    int64_t sizes[2];
+    kernels.stage_sizes(machines[0]->g, shared.get(), sizes);
+    Numbers sums(sizes[0]), query_sums(sizes[1]);
+    std::fill_n(sums.data.get(), sizes[0], 0.0);
+    std::fill_n(query_sums.data.get(), sizes[1], 0.0);
+    for (auto& machine : machines) {
+      int64_t same[2];
+      kernels.stage_sizes(machine->g, shared.get(), same);
+      if (same[0] != sizes[0] || same[1] != sizes[1]) fail("machines differ in their sizes");
+      Numbers own(sizes[0]);
+      kernels.stage_sum_keys(machine->g, shared.get(), machine->extents.data(), own.data.get());
+      for (int64_t i = 0; i < sizes[0]; ++i) sums.data[size_t(i)] += own.data[size_t(i)];
+    }
+    all_served = 1;
+    for (auto& machine : machines) {
+      std::unique_ptr<bool[]> served(new bool[size_t(heads)]);
+      kernels.stage_forward(machine->g, shared.get(), sums.data.get(), served.get());
+      for (int64_t h = 0; h < heads; ++h) {
+        all_served &= served[size_t(h)];
+        if (machine == machines.back() && !served[size_t(h)]) ++shared[size_t(h)].level;
+      }
+    }
+    if (!all_served) continue;
+    for (auto& machine : machines) {
+      Numbers own(sizes[1]);
+      kernels.stage_sum_queries(machine->g, shared.get(), sums.data.get(), own.data.get());
+      for (int64_t i = 0; i < sizes[1]; ++i) query_sums.data[size_t(i)] += own.data[size_t(i)];
+    }
+    for (auto& machine : machines) {
+      kernels.stage_key_gradients(machine->g, shared.get(), sums.data.get(), query_sums.data.get());
+      if (spoiled) continue;
+      machine->out.expect_finite(heads, machine->n_q, dv);
+      machine->grad_query.expect_finite(heads, machine->n_q, 1);
+      machine->grad_key.expect_finite(heads, machine->n_k, 1);
+      machine->grad_value.expect_finite(heads, machine->n_k, dv);
+    }
+  }
+}
+
 void run_kernels(const Kernels& kernels) {
   int calls = 0;
   for (int64_t n : {1, 2, 63, 65, 257, 600})
     for (int repeat = 0; repeat < 3; ++repeat, ++calls) run_layer(kernels, n);
+  for (int repeat = 0; repeat < 20; ++repeat, ++calls) run_packed(kernels, repeat % 2);
+  for (int64_t n : {1, 2, 65, 600, 4097})
+    for (double scale : {0.0, -1.0, 30.0, 1e4}) {
+      run_stages(kernels, n, scale);
+      ++calls;
+    }
   for (int64_t n_q : {0, 1, 2, 63, 65, 257}) {
     for (int64_t n_k : {0, 1, 2, 63, 65, 257}) {
       for (int repeat = 0; repeat < 5; ++repeat) {

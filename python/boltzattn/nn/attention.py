@@ -66,8 +66,8 @@ class LowRankAttention(nn.Module):
         output_dropout: dropout on the result, after the output projection.
         method, backend: as in `boltzattn.attention`.
         process_group: the sequence is spread over the processes of this torch.distributed group,
-            inputs and results being this process's tokens; see `boltzattn.distributed`. At rank 1
-            moments are exchanged, else keys and values are gathered.
+            inputs and results being this process's tokens; see `boltzattn.distributed`.
+        exchange: what these processes send, "moments" (rank 1) or "gather" (any rank).
 
     Initialisation: the rows of W_Q, and those of W_K, are orthonormal. For inputs of unit variance
     (what a LayerNorm gives) every coordinate of q and k then has variance exactly 1, and the
@@ -113,6 +113,7 @@ class LowRankAttention(nn.Module):
         method: str = "auto",
         backend: str = "auto",
         process_group: Any = None,
+        exchange: str = "moments",
     ) -> None:
         super().__init__()
         for name, size in (
@@ -168,6 +169,7 @@ class LowRankAttention(nn.Module):
         self.method = method
         self.backend = backend
         self.process_group = process_group
+        self.exchange = exchange
         self.approximation: Approximation | None = None  # set by from_multihead
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -417,7 +419,8 @@ class LowRankAttention(nn.Module):
                     group=self.process_group,
                     scale=self.scale,
                     key_padding_mask=key_padding_mask,
-                    exchange="moments" if self.rank == 1 else "gather",
+                    exchange=self.exchange,
+                    backend=self.backend,
                 )
             else:
                 heads = attention(q, k, v, **masks, **options)
