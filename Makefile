@@ -23,6 +23,7 @@ bench: venv
 
 bench-full: venv $(VENV)/.peers
 	$(BIN)/python -m bench --full
+	$(BIN)/python -m bench.scaleout | tee bench/results/scaleout.txt
 
 # Saved under .benchmarks: `.venv/bin/pytest-benchmark compare` shows runs side by side.
 micro: venv
