@@ -204,6 +204,7 @@ def extensions_and_commands() -> tuple[list[Extension], dict]:
         "extra_compile_args": [
             "-std=c++17",
             "-O3",
+            "-g0",  # Python was often built with -g, which makes the library six times as large
             "-fno-math-errno",
             "-fvisibility=hidden",
             "-Wall",
