@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -131,10 +132,28 @@ def test_reports(result: Result, tmp_path: Path, capsys: pytest.CaptureFixture[s
     printed = capsys.readouterr().out
     assert format_table(experiment.table(result.rows)) in printed
     assert printed.count("holds    ") + printed.count("REFUTED  ") == len(result.findings)
-    assert (tmp_path / f"{result.name}.json").exists()
     figure = (tmp_path / f"{result.name}.png").read_bytes()
     assert figure.startswith(b"\x89PNG")
     assert 10_000 < len(figure) < 100_000
+
+
+def test_what_was_measured_is_saved_before_it_is_judged(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    small = dataclasses.replace(
+        EXPERIMENTS["theory-vs-practice"],
+        cases={"tiny": [{"at": 0}, {"at": 1}, {"at": 2}]},
+        measure=lambda seed, at: [{"number": 1 / (2 - at)}],
+        judge=lambda rows: [Finding("never", False, str(rows[5]))],
+    )
+    with pytest.raises(ZeroDivisionError):
+        run(small, "tiny", save=path)
+    assert Result.load(path).rows == [{"at": 0, "number": 0.5}, {"at": 1, "number": 1.0}]
+    two = dataclasses.replace(small, cases={"tiny": [{"at": 0}, {"at": 1}]})
+    path.unlink()
+    with pytest.raises(IndexError):
+        run(two, "tiny", save=path)
+    assert len(Result.load(path).rows) == 2
+    assert Result.load(path).findings == []
 
 
 def _set(**new: Any) -> Callable[[list[Row]], None]:
@@ -320,23 +339,31 @@ def test_command_line(tmp_path: Path) -> None:
     assert "memorize" in unknown.stderr
 
 
-# What docs/experiments.md reports as refuted, of quick runs; everything else holds.
-REFUTED = {
-    "memorize": ["gaps follow ids^-2 for prouhet-spread"],
-    "hardmax": ["a network in front does not help hardmax"],
-    "depth": ["one layer of rank 1 memorizes as many labels as any deeper model"],
-    "rank": [
-        "rank 1 values memorize as many labels as full ones",
-        "rank 1 scores imitate attention of full rank as well as full rank",
-        "8 heads of rank 1 imitate attention of full rank as well as one head of rank 8",
-        "with the constructed vector training the network alone learns as much as training all",
-    ],
-    "long-sets": ["mean pooling does not learn it"],
-}
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def _saved(name: str) -> Result:
+    return Result.load(DOCS / "experiments" / f"{name}.json")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_documentation_says_what_the_saved_run_found(name: str) -> None:
+    """The run whose figures the page shows, judged anew; the page has its findings word by word."""
+    saved, experiment = _saved(name), EXPERIMENTS[name]
+    assert (saved.size, saved.seed, saved.question) == ("quick", 0, experiment.question)
+    assert [case for case in experiment.cases["quick"] if not select(saved.rows, **case)] == []
+    assert experiment.judge(saved.rows) == saved.findings
+    text = (DOCS / "experiments.md").read_text()
+    section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    (said,) = re.findall(r"^```text\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    assert said.split() == " ".join(map(str, saved.findings)).split()
+    assert f"](experiments/{name}.png)" in section
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_quick_run_finds_what_the_documentation_says(name: str) -> None:
     findings = run(EXPERIMENTS[name], "quick").findings
-    assert [f.claim for f in findings if not f.holds] == REFUTED.get(name, [])
+    assert [(f.claim, f.holds) for f in findings] == [
+        (f.claim, f.holds) for f in _saved(name).findings
+    ]

@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import resource
+from typing import Any
 
 import boltzattn
 import pytest
@@ -201,6 +202,27 @@ def test_state_grows_with_the_logarithm() -> None:
         assert after - before < 1.1 * block
     # The bar: below 4 MB a head at a million tokens, 17 doublings from a leaf at the most.
     assert most + 4 * block < 4e6
+
+
+def test_work_per_token_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows summed onto nodes, by tokens and by merging blocks, with a query after every append."""
+    deposit, summed = boltzattn.StreamingAttention._deposit, 0
+
+    def counted(self: Any, count: int, low: Tensor, high: Tensor, *rest: Tensor) -> Any:
+        nonlocal summed
+        summed += rest[0].shape[1]
+        return deposit(self, count, low, high, *rest)
+
+    monkeypatch.setattr(boltzattn.StreamingAttention, "_deposit", counted)
+    rows = []
+    for blocks in (32, 256):
+        summed = 0
+        fill(boltzattn.StreamingAttention(1, 1), blocks, 1000)
+        rows.append(summed / blocks)
+    # With every append a block is merged once at least and twice on average, before the query and
+    # for it; more only as often as a binary counter carries over far.
+    assert rows[0] < 1000 + 5 * 2 * 7 * 32
+    assert rows[1] < 1.1 * rows[0]
 
 
 @pytest.mark.full

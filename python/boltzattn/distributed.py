@@ -139,6 +139,10 @@ def explain(
         >>> dist.destroy_process_group()
     """
     _check_call(exchange)
+    if _is_sharded(query):
+        sharded: Any = (query, key, value)
+        group = sharded[0].device_mesh.get_group()
+        query, key, value = (x.to_local() for x in sharded)
     processes = dist.get_world_size(group)
     if exchange == "moments":
         call, _ = _canonical(query, key, value, scale, enable_gqa, key_padding_mask, group, backend)

@@ -41,17 +41,17 @@ def main() -> None:
     for name in EXPERIMENTS if options.name == "all" else [options.name]:
         experiment = EXPERIMENTS[name]
         print(f"{name}: {experiment.question}\n  Refuted if {experiment.refuted_if}.\n")
-        result = run(experiment, options.size, options.seed, show=True)
+        path = options.out / f"{name}.json"
+        result = run(experiment, options.size, options.seed, show=True, save=path)
         report(experiment, result, options.out)
 
 
 def report(experiment: Experiment, result: Result, out: Path) -> None:
-    """Prints table and answer, writes `NAME.json` and `NAME.png`."""
+    """Prints table and answer, draws `NAME.png`."""
     print(format_table(experiment.table(result.rows)))
     print()
     for finding in result.findings:
         print(textwrap.fill(str(finding), 100, initial_indent="  ", subsequent_indent=" " * 11))
-    result.save(out / f"{result.name}.json")
     save_figure(lambda figure: experiment.draw(result.rows, figure), out / f"{result.name}.png")
     print(f"\n{result.cpu_seconds:.0f} s of CPU -> {out / result.name}.json, .png\n", flush=True)
 

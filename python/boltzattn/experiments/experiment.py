@@ -85,7 +85,11 @@ class Result:
 
     def save(self, path: Path) -> None:
         # allow_nan=False: NaN and infinity are no JSON; a measurement that has none says None.
-        path.write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
+        fields = asdict(self)
+        rows = [json.dumps(row, allow_nan=False) for row in fields.pop("rows")]
+        text = json.dumps(fields, indent=1, allow_nan=False).removesuffix("\n}")
+        # A row a line.
+        path.write_text(text + ',\n "rows": [\n' + ",\n".join(rows) + "\n ]\n}\n")
 
     @classmethod
     def load(cls, path: Path) -> Result:
@@ -94,7 +98,13 @@ class Result:
         return cls(**fields)
 
 
-def run(experiment: Experiment, size: str = "quick", seed: int = 0, show: bool = False) -> Result:
+def run(
+    experiment: Experiment,
+    size: str = "quick",
+    seed: int = 0,
+    show: bool = False,
+    save: Path | None = None,
+) -> Result:
     """Measure every case of `size` and judge; the same seed gives the same rows and findings.
 
     Args:
@@ -102,6 +112,7 @@ def run(experiment: Experiment, size: str = "quick", seed: int = 0, show: bool =
         size: "tiny", "quick" or "full".
         seed: of all random numbers.
         show: a progress bar on stderr.
+        save: a JSON file, written after every case: what was measured survives what comes next.
 
     Example:
         >>> from boltzattn.experiments import EXPERIMENTS
@@ -113,6 +124,26 @@ def run(experiment: Experiment, size: str = "quick", seed: int = 0, show: bool =
         raise ValueError(f"size must be one of {', '.join(map(repr, SIZES))}, got {size!r}")
     start = time.process_time()
     rows: list[Row] = []
+
+    def result(findings: list[Finding]) -> Result:
+        return Result(
+            name=experiment.name,
+            size=size,
+            seed=seed,
+            question=experiment.question,
+            refuted_if=experiment.refuted_if,
+            findings=findings,
+            rows=rows,
+            cpu_seconds=round(time.process_time() - start, 1),
+            made_with={
+                "boltzattn": __version__,
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+                "threads": str(torch.get_num_threads()),
+            },
+        )
+
     for case in tqdm(experiment.cases[size], desc=experiment.name, disable=not show):
         # Per case, so that a case gives the same rows alone and among others.
         torch.manual_seed(seed)
@@ -121,23 +152,12 @@ def run(experiment: Experiment, size: str = "quick", seed: int = 0, show: bool =
             warnings.simplefilter("ignore", ResolutionWarning)
             warnings.simplefilter("ignore", EquivarianceWarning)
             rows += [{**case, **row} for row in experiment.measure(seed=seed, **case)]
-    return Result(
-        name=experiment.name,
-        size=size,
-        seed=seed,
-        question=experiment.question,
-        refuted_if=experiment.refuted_if,
-        findings=experiment.judge(rows),
-        rows=rows,
-        cpu_seconds=round(time.process_time() - start, 1),
-        made_with={
-            "boltzattn": __version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-            "threads": str(torch.get_num_threads()),
-        },
-    )
+        if save is not None:
+            result([]).save(save)
+    judged = result(experiment.judge(rows))
+    if save is not None:
+        judged.save(save)
+    return judged
 
 
 def select(rows: Iterable[Row], **wanted: Any) -> list[Row]:

@@ -8,7 +8,8 @@ set, so that at |s| = 2 the answer hangs on the few largest of all elements: it 
 Compared are eight heads of rank 1 (the transform, linear time), full attention (quadratic), mean
 pooling (rank 1 with queries of 0), and full attention on a sample of the set, which is what one
 does when the set is too long. "Skill" is the share explained of what varies from set to set: 0
-for whoever gives the average answer at each temperature, 1 for the truth.
+for whoever gives the average answer at each temperature, 1 for the truth. In the quick run the
+largest sets go on from the model trained on smaller ones.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ DIM = 4  # value, inverse temperature, and two empty coordinates to work in
 TEMPERATURES = torch.linspace(-2, 2, 9)  # few, so that targets can be had from plain torch
 SAMPLE = 1024
 RATE = 3e-2
+RATE_ON = 3e-3  # of a model that goes on with larger sets
 STEP_ELEMENTS = 1 << 12  # elements a step at least: several sets if they are small
-TEST_SETS = 24
+TEST_SETS, LEAST_TEST_SETS, TEST_ELEMENTS = 24, 8, 1 << 22
 KINDS = {
     "rank 1": "8 heads of rank 1, transform",
     "full": "full attention",
@@ -84,15 +86,48 @@ def build(kind: str) -> OneLayerTransformer:
     return model
 
 
-def measure(kind: str, size: int, steps: int, trained: bool, seed: int) -> list[Row]:
-    """Train on fresh sets at every step; `trained=False` only times the steps."""
+def measure(
+    kind: str, size: int, steps: int, trained: bool, then: list[list[int]], seed: int
+) -> list[Row]:
+    """Train on fresh sets at every step; `trained=False` only times the steps.
+
+    `then`: (elements, steps) with which the same model goes on, a row for each: sets so large are
+    not learned from scratch in a few steps.
+    """
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model = build(kind)
+    seconds = _train(model, kind, size, steps, RATE, generator)
+    found = skill(model, kind, size, seed) if trained else None
+    rows: list[Row] = [{"before": None, "skill": found, "seconds_per_step": seconds}]
+    for larger, more in then:
+        before = skill(model, kind, larger, seed)
+        seconds = _train(model, kind, larger, more, RATE_ON, generator)
+        rows.append(
+            {
+                "size": larger,
+                "steps": more,
+                "before": before,
+                "skill": skill(model, kind, larger, seed),
+                "seconds_per_step": seconds,
+            }
+        )
+    return rows
+
+
+def _train(
+    model: OneLayerTransformer,
+    kind: str,
+    size: int,
+    steps: int,
+    rate: float,
+    generator: torch.Generator,
+) -> float:
+    """Median of the seconds of a step, for one set if several share it."""
     free = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(free, lr=RATE, fused=True)
+    optimizer = torch.optim.Adam(free, lr=rate, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, RATE, total_steps=steps, pct_start=0.1
+        optimizer, rate, total_steps=steps, pct_start=0.1
     )
     seconds = []
     for _ in range(steps):
@@ -105,13 +140,7 @@ def measure(kind: str, size: int, steps: int, trained: bool, seed: int) -> list[
         optimizer.step()
         schedule.step()
         seconds.append(time.perf_counter() - start)
-    return [
-        {
-            "skill": skill(model, kind, size, seed) if trained else None,
-            # Of one set, if several share a step.
-            "seconds_per_step": sorted(seconds)[len(seconds) // 2] / max(1, STEP_ELEMENTS // size),
-        }
-    ]
+    return sorted(seconds)[len(seconds) // 2] / max(1, STEP_ELEMENTS // size)
 
 
 @torch.no_grad()
@@ -119,7 +148,7 @@ def skill(model: OneLayerTransformer, kind: str, size: int, seed: int) -> float:
     """1 - mean squared error / variance from set to set, on sets never seen."""
     generator = torch.Generator().manual_seed(2**31 + seed)
     errors, answers = [], []
-    for _ in range(TEST_SETS):
+    for _ in range(max(LEAST_TEST_SETS, min(TEST_SETS, TEST_ELEMENTS // size))):
         x, wanted, everywhere = draw_set(size, generator)
         if kind == "sample":
             x, wanted = x[:SAMPLE], wanted[:SAMPLE]
@@ -179,12 +208,14 @@ def table(rows: list[Row]) -> Table:
         (
             KINDS[row["kind"]],
             f"{row['size']:,}",
+            f"{row['steps']}" + ("" if row["before"] is None else " more"),
+            "-" if row["before"] is None else f"{row['before']:.3f}",
             "-" if row["skill"] is None else f"{row['skill']:.3f}",
             f"{1000 * row['seconds_per_step']:.3g}",
         )
         for row in rows
     ]
-    return ("attention", "elements", "skill", "ms per set"), lines
+    return ("attention", "elements", "steps", "skill before", "skill", "ms per set"), lines
 
 
 def draw(rows: list[Row], figure: Any) -> None:
@@ -210,17 +241,22 @@ def draw(rows: list[Row], figure: Any) -> None:
 
 
 def _cases(
-    sizes: dict[str, list[tuple[int, int]]], timed: dict[str, list[int]]
+    sizes: dict[str, list[tuple[int, int]]],
+    then: list[list[int]],
+    timed: list[int],
 ) -> list[dict[str, Any]]:
-    """`sizes`: (elements, steps) to train; `timed`: elements to time three steps at."""
-    return [
-        {"kind": kind, "size": size, "steps": steps, "trained": True}
+    """`sizes`: (elements, steps) to train; `then`: with which the last of rank 1 goes on; `timed`:
+    elements to time three steps of full attention at.
+    """
+    cases = [
+        {"kind": kind, "size": size, "steps": steps, "trained": True, "then": []}
         for kind, some in sizes.items()
         for size, steps in some
-    ] + [
-        {"kind": kind, "size": size, "steps": 3, "trained": False}
-        for kind, some in timed.items()
-        for size in some
+    ]
+    last = [case for case in cases if case["kind"] == "rank 1"][-1]
+    last["then"] = then
+    return cases + [
+        {"kind": "full", "size": size, "steps": 3, "trained": False, "then": []} for size in timed
     ]
 
 
@@ -239,7 +275,8 @@ EXPERIMENT = Experiment(
                 "sample": [(2 * _K, 20)],
                 "mean": [(512, 40)],
             },
-            {"rank 1": [8 * _K], "full": [_K, 2 * _K]},
+            [[8 * _K, 3]],
+            [_K, 2 * _K],
         ),
         "quick": _cases(
             {
@@ -248,7 +285,8 @@ EXPERIMENT = Experiment(
                 "sample": [(_K, 200), (4 * _K, 200), (16 * _K, 200)],
                 "mean": [(_K, 200), (4 * _K, 200)],
             },
-            {"rank 1": [64 * _K, 256 * _K, _M], "full": [4 * _K, 8 * _K]},
+            [[64 * _K, 20], [256 * _K, 8], [_M, 5]],
+            [4 * _K, 8 * _K],
         ),
         "full": _cases(
             {
@@ -257,7 +295,8 @@ EXPERIMENT = Experiment(
                 "sample": [(_K << (2 * i), 250) for i in range(6)],
                 "mean": [(_K << (2 * i), 250) for i in range(6)],
             },
-            {"full": [32 * _K]},
+            [],
+            [32 * _K],
         ),
     },
     measure=measure,

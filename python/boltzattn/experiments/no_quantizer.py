@@ -273,7 +273,7 @@ def draw(rows: list[Row], figure: Any) -> None:
                 )
                 left.text(place, height * 1.06, str(m), ha="center", fontsize=8)
     left.axhline(NO_FLOOR, color=GREY, linewidth=1, linestyle="--")
-    left.text(0.0, NO_FLOOR * 1.1, "counts as none", color=GREY, fontsize=8)
+    left.text(-0.28, NO_FLOOR * 1.1, "counts as none", color=GREY, fontsize=8)
     left.set_yscale("log")
     left.set_xticks(range(len(lengths)), [f"n = {n}" for n in lengths])
     left.set(
