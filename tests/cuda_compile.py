@@ -66,6 +66,7 @@ def compile_cuda(name: str, arch: str = "8.0", *flags: str) -> Compiled:
     command = [
         *(str(home / "bin/nvcc"), "-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-I", str(CSRC)),
         *("-Werror", "all-warnings", "-Xptxas", "-v,-warn-spills", *build.gencode_flags(arch)),
+        "-lineinfo",  # says where in the sources an instruction comes from, and changes no code
         *flags,
     ]
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout

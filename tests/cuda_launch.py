@@ -12,6 +12,7 @@ import functools
 import subprocess
 from collections.abc import Iterator
 from ctypes import c_double, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from cuda_compile import CSRC, ROOT, compile_cuda, toolkit
 from torch import Tensor
 
-SOURCES = ("direct", "transform", "project")
+SOURCES = ("direct", "direct_backward", "transform", "project")
 MOST_PIECES = 64
 MOST_LEAD = 8
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -107,11 +108,57 @@ def launchers() -> ctypes.CDLL:
     return loaded
 
 
-class Machine:
-    """A call's tensors and the launches made for it."""
+def twin(x: Tensor) -> Tensor:
+    """A copy in memory of its own, with the same strides; what is broadcast is only ever read."""
+    return (
+        x if 0 in x.stride() else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+    )
 
-    def __init__(self, **options: Any) -> None:
+
+@dataclass
+class Launched:
+    """A launch that can be repeated, with the kernel as it is or with another."""
+
+    kernel: ptxrun.Kernel
+    size: tuple[int, int, int]  # blocks, threads, bytes of dynamic shared memory
+    words: list[list[int]]  # of each argument
+    options: dict[str, Any]
+    before: dict[int, Tensor]
+    after: dict[int, Tensor]
+
+    def repeat(self, kernel: ptxrun.Kernel) -> bool:
+        """Whether `kernel` leaves the same bytes behind."""
+        tensors = {address: twin(x) for address, x in self.before.items()}
+        arguments = [struct_argument(words, tensors) for words in self.words]
+        blocks, threads, shared = self.size
+        # A kernel that was damaged may run forever: a hundred times the longest of the others.
+        kernel.launch((blocks,), (threads,), arguments, shared, max_steps=300_000, **self.options)
+        return all(
+            torch.equal(as_bytes(x), as_bytes(self.after[address]))
+            for address, x in tensors.items()
+        )
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def struct_argument(words: list[int], tensors: dict[int, Tensor]) -> ptxrun.Struct:
+    """An argument of which those words that are addresses of tensors stand for these."""
+    codes = "".join("P" if word in tensors else "q" for word in words)
+    return ptxrun.Struct(codes, *(tensors.get(word, word) for word in words))
+
+
+# Names of the kernels that have run in this process.
+executed: set[str] = set()
+
+
+class Machine:
+    """A call's tensors and the launches made for it; with `record` they can be repeated."""
+
+    def __init__(self, record: bool = False, **options: Any) -> None:
         self.tensors: dict[int, Tensor] = {}
+        self.launched: list[Launched] | None = [] if record else None
         self.results: list[ptxrun.Result] = []
         self.options = {"uninit": "report", "globalcheck": True, **options}
 
@@ -125,11 +172,23 @@ class Machine:
     def workspace(self, size: int) -> int | None:
         return self.hold(torch.full((size,), 0xFF, dtype=torch.uint8))
 
-    def _argument(self, address: int, size: int) -> ptxrun.Struct:
-        words = ctypes.cast(address, ctypes.POINTER(c_int64 * (size // 8))).contents
-        codes = "".join("P" if word in self.tensors else "q" for word in words)
-        values = (self.tensors.get(word, word) for word in words)
-        return ptxrun.Struct(codes, *values)
+    def _launch(self, name: str, size: tuple[int, int, int], arguments: Any) -> None:
+        module, kernel_name = modules()[name]
+        kernel = module.kernel(kernel_name)
+        words = [
+            list(ctypes.cast(arguments[i], ctypes.POINTER(c_int64 * (param.size // 8))).contents)
+            for i, param in enumerate(kernel.prog.params)
+        ]
+        before = {a: twin(x) for a, x in self.tensors.items()} if self.launched is not None else {}
+        values = [struct_argument(w, self.tensors) for w in words]
+        blocks, threads, shared = size
+        self.results.append(
+            kernel.launch((blocks,), (threads,), values, smem=shared, **self.options)
+        )
+        executed.add(name)
+        if self.launched is not None:
+            after = {a: twin(x) for a, x in self.tensors.items()}
+            self.launched.append(Launched(kernel, size, words, self.options, before, after))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[ctypes.CDLL]:
@@ -148,13 +207,7 @@ class Machine:
             if failed:
                 return
             try:
-                module, kernel_name = modules()[name.decode()]
-                kernel = module.kernel(kernel_name)
-                sizes = [param.size for param in kernel.prog.params]
-                values = [self._argument(arguments[i], size) for i, size in enumerate(sizes)]
-                self.results.append(
-                    kernel.launch((blocks,), (threads,), values, smem=shared, **self.options)
-                )
+                self._launch(name.decode(), (blocks, threads, shared), arguments)
             except BaseException as error:  # an exception cannot pass through C
                 failed.append(error)
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from boltzattn.cuda_report import readable
 from boltzattn.reference import dropout_keep
 from covering import pairwise
-from cuda_launch import Machine, backward, forward, project
+from cuda_launch import Machine, backward, executed, forward, modules, project
 from errors import assert_accurate
 from oracle import eagers, magnitudes, oracle
 from torch import Tensor
@@ -151,13 +152,35 @@ def test_transform(case: dict[str, Any]) -> None:
     assert (back.report[:, 0] == served).all()
 
 
-def test_long_rows_are_summed_in_spans() -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, *(pytest.param(x, marks=pytest.mark.full) for x in DTYPES[1:])]
+)
+def test_long_rows_are_summed_in_spans(dtype: torch.dtype) -> None:
     """More keys than a running fp32 sum takes: totals go through global memory."""
-    p = problem(torch.float32, (3, 4200), 3)
+    p = problem(dtype, (3, 4200), 3)
     machine = Machine()
     out, _ = forward("direct", machine, *p.tensors, *p.options)
     truth = oracle(*p.tensors, *p.grads, **p.call).out
     assert_accurate({"out": out}, {"out": truth}, (), magnitudes={"out": 1.0})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_columns_are_summed_in_spans(dtype: torch.dtype) -> None:
+    """The same for the gradient of the values, a sum over queries."""
+    assert_runs("direct", problem(dtype, (2100, 3), 3))
+
+
+@pytest.mark.parametrize("method", ["direct", pytest.param("transform", marks=pytest.mark.full)])
+def test_16_bit_products_run_on_tensor_cores(method: str) -> None:
+    p = problem(torch.bfloat16, (40, 70), 16, scale=0.25)
+    machines = assert_runs(method, p)
+    with_mma = {result.kernel for m in machines for result in m.results if result.mma_flops}
+    expected = {
+        "direct": {"direct_forward", "direct_value_gradient", "direct_logit_gradient"},
+        "transform": {"transform_moments", "transform_evaluate", "transform_key_gradient"},
+    }[method]
+    assert {readable(name).partition("<")[0] for name in with_mma} == expected
 
 
 @pytest.mark.parametrize("keys", ["equal", "one of a kind", "nan value", "all masked", "zero"])
@@ -235,18 +258,42 @@ PROJECT = pairwise(
 )
 
 
+@pytest.mark.full
+def test_every_kernel_is_executed() -> None:
+    """No instantiation is shipped that has never run: all that are in the PTX, one by one."""
+    executed.clear()
+    for dtype in DTYPES:
+        for dv in (5, 70):  # few columns and many have kernels of their own
+            assert_runs("direct", problem(dtype, (40, 33), dv))
+        assert_runs("transform", problem(dtype, (60, 70), 5, scale=0.25))
+        assert_project(dtype, (1, 70), 5, 2, "dense", True)
+    never = sorted(map(readable, modules().keys() - executed))
+    assert not never
+    print(f"{len(executed)} kernels")
+
+
 @pytest.mark.parametrize("case", few_and_rest(PROJECT, 3))
 def test_project(case: dict[str, Any]) -> None:
-    (batch, n), columns, outputs, dtype = (
-        case[name] for name in ("sizes", "columns", "outputs", "dtype")
-    )
-    x = strided(torch.randn(batch, n, columns).to(dtype), case["strides"])
-    weight = strided(torch.randn(outputs, columns).to(dtype), case["strides"])
-    bias = torch.randn(outputs).to(dtype) if case["bias"] else None
-    out, extents = project(Machine(), x, weight, bias)
-    wide = (x.double(), weight.double(), None if bias is None else bias.double())
+    assert_project(**case)
+
+
+def assert_project(
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    columns: int,
+    outputs: int,
+    strides: str,
+    bias: bool,
+) -> None:
+    """Numbers obey the error rule; extents are those of the numbers, exactly."""
+    batch, n = sizes
+    x = strided(torch.randn(batch, n, columns).to(dtype), strides)
+    weight = strided(torch.randn(outputs, columns).to(dtype), strides)
+    shift = torch.randn(outputs).to(dtype) if bias else None
+    out, extents = project(Machine(), x, weight, shift)
+    wide = (x.double(), weight.double(), None if shift is None else shift.double())
     truth = torch.nn.functional.linear(*wide).transpose(1, 2)
-    eager = torch.nn.functional.linear(x, weight, bias).transpose(1, 2)
+    eager = torch.nn.functional.linear(x, weight, shift).transpose(1, 2)
     # Sums round in proportion to the sum of their terms' magnitudes.
     size = torch.nn.functional.linear(*(None if y is None else y.abs() for y in wide)).max().item()
     assert_accurate({"out": out}, {"out": truth}, [{"out": eager}], magnitudes={"out": size})

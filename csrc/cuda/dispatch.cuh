@@ -14,6 +14,10 @@ inline int64_t element_bytes(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
+inline int64_t arithmetic_bytes(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : 4;
+}
+
 // body(S{}) for the storage type S of this dtype.
 template <class Body>
 cudaError_t with_dtype(DType dtype, Body body) {

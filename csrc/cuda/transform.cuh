@@ -355,10 +355,9 @@ __device__ __forceinline__ void sum_column(const Segment<T>& segment, int count,
 }
 
 // Writes what a block has summed for a tile of columns into its partial table.
-template <class T>
-__device__ __forceinline__ void write_partial(const double (*space)[NodeLanes<T>::kColumns],
-                                              int64_t column, int64_t columns, double* to) {
-  constexpr int N = NodeLanes<T>::kColumns;
+template <class T, int N>
+__device__ __forceinline__ void write_partial(const double (*space)[N], int64_t column,
+                                              int64_t columns, double* to) {
   for (int e = threadIdx.x; e < kNodes<T> * N; e += kThreads)
     if (column + e % N < columns) to[e / N * (columns + 1) + column + e % N] = space[e / N][e % N];
 }
@@ -369,7 +368,7 @@ __device__ __forceinline__ void write_partial(const double (*space)[NodeLanes<T>
 template <class S>
 __global__ void __launch_bounds__(kThreads) transform_moments(const __grid_constant__ Work work) {
   using T = Arithmetic<S>;
-  constexpr int N = NodeLanes<T>::kColumns;
+  constexpr int N = NodeLanes<T, kTensorCores<S>>::kColumns;
   __shared__ __align__(16) Segment<T> segment;
   __shared__ double space[kNodes<T>][N];
   const Call& call = work.g.call;
@@ -383,10 +382,14 @@ __global__ void __launch_bounds__(kThreads) transform_moments(const __grid_const
   const S* value = head_of<const S>(call, call.value, cut.head);
   double* to = side.partial + (cut.head * side.segments + cut.index) * kNodes<T> * (call.dv + 1);
   for (int64_t column = 0; column < call.dv; column += N) {
-    NodeSums<T> sums;
+    NodeSums<T, kTensorCores<S>> sums;
     sums.clear();
-    sum_rows(segment, cut.count, value, call.value, column, call.dv, centre, sums,
-             [](int, const T*) {});
+    if constexpr (kTensorCores<S>) {
+      sum_rows(segment, cut.count, value, call.value, column, call.dv, centre, sums);
+    } else {
+      sum_rows(segment, cut.count, value, call.value, column, call.dv, centre, sums,
+               [](int, const T*) {});
+    }
     sums.join(space);
     write_partial<T>(space, column, call.dv, to);
     __syncthreads();
@@ -398,9 +401,9 @@ __global__ void __launch_bounds__(kThreads) transform_moments(const __grid_const
 template <class S>
 __global__ void __launch_bounds__(kThreads) transform_evaluate(const __grid_constant__ Work work) {
   using T = Arithmetic<S>;
-  using Lanes = TokenLanes<T>;
+  using Lanes = TokenLanes<S>;
   __shared__ __align__(16) Segment<T> segment;
-  __shared__ __align__(16) T table[kNodes<T>][Lanes::kColumns];
+  __shared__ __align__(16) NodeTable<S> table;
   const Call& call = work.g.call;
   const Side& side = work.side[0];
   const Cut<T> cut(work, side, false);
@@ -415,19 +418,19 @@ __global__ void __launch_bounds__(kThreads) transform_evaluate(const __grid_cons
                   (cut.head * side.panels + cut.panel) * kNodes<T> * call.dv;
   const WarpTokens<T> mine(cut.count);
   for (int64_t column = 0; column < call.dv; column += Lanes::kColumns) {
-    load_table(from, column, call.dv, table);
+    table.load(from, column, call.dv);
     __syncthreads();
     for (int first = mine.first; first < mine.end; first += Lanes::kTokens) {
       T row[Lanes::kTokensEach][Lanes::kColumnsEach];
-      spread(segment, first + Lanes::token(), table, row);
+      table.spread(segment, first, row);
 #pragma unroll
       for (int t = 0; t < Lanes::kTokensEach; ++t) {
-        const int i = first + Lanes::token() + t;
+        const int i = first + Lanes::token(t);
         if (i >= mine.end) break;
 #pragma unroll
-        for (int c = 0; c < Lanes::kColumnsEach; c += kVector<T>)
-          write_columns<S, kVector<T>>(row[t] + c, out + segment.token[i] * call.out.row, call.out,
-                                       column + Lanes::column(c), call.dv);
+        for (int c = 0; c < Lanes::kColumnsEach; c += Lanes::V)
+          write_columns<S, Lanes::V>(row[t] + c, out + segment.token[i] * call.out.row, call.out,
+                                     column + Lanes::column(c), call.dv);
       }
     }
     __syncthreads();
@@ -667,7 +670,7 @@ template <class S>
 __global__ void __launch_bounds__(kThreads)
     transform_query_gradient(const __grid_constant__ Work work) {
   using T = Arithmetic<S>;
-  using Lanes = NodeLanes<T>;
+  using Lanes = NodeLanes<T, false>;
   constexpr int N = Lanes::kColumns;
   __shared__ __align__(16) Segment<T> segment;
   __shared__ double space[kNodes<T>][N];
@@ -697,10 +700,10 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int c = 0; c < Lanes::kColumnsEach; ++c) {
         const int64_t at = column + Lanes::column(c);
-        slope[a][c] = at < call.dv ? slopes[(Lanes::node() + a) * call.dv + at] : T(0);
+        slope[a][c] = at < call.dv ? slopes[Lanes::node(a) * call.dv + at] : T(0);
       }
     }
-    NodeSums<T> sums;
+    NodeSums<T, false> sums;
     sums.clear();
     sum_rows(segment, cut.count, grad_out, g.grad_out, column, call.dv, nullptr, sums,
              [&](int i, const T* x) {
@@ -710,7 +713,7 @@ __global__ void __launch_bounds__(kThreads)
                  T part = 0;
 #pragma unroll
                  for (int c = 0; c < Lanes::kColumnsEach; ++c) part += slope[a][c] * x[c];
-                 dot += segment.weight[Lanes::node() + a][i] * part;
+                 dot += segment.weight[Lanes::node(a)][i] * part;
                }
 #pragma unroll
                for (int step = 16; step > 0; step /= 2)
@@ -815,9 +818,9 @@ template <class S>
 __global__ void __launch_bounds__(kThreads)
     transform_key_gradient(const __grid_constant__ Work work) {
   using T = Arithmetic<S>;
-  using Lanes = TokenLanes<T>;
+  using Lanes = TokenLanes<S>;
   __shared__ __align__(16) Segment<T> segment;
-  __shared__ __align__(16) T table[kNodes<T>][Lanes::kColumns];
+  __shared__ __align__(16) NodeTable<S> table;
   __shared__ T grad_s[kSegment<T>];
   const Gradient& g = work.g;
   const Call& call = g.call;
@@ -835,32 +838,32 @@ __global__ void __launch_bounds__(kThreads)
   const WarpTokens<T> mine(cut.count);
   for (int64_t column = 0; column < call.dv; column += Lanes::kColumns) {
     for (int slopes = 0; slopes < 2; ++slopes) {
-      load_table(static_cast<const T*>(slopes ? work.slope_table : work.value_table) + offset,
-                 column, call.dv, table);
+      table.load(static_cast<const T*>(slopes ? work.slope_table : work.value_table) + offset,
+                 column, call.dv);
       __syncthreads();
       for (int first = mine.first; first < mine.end; first += Lanes::kTokens) {
         T row[Lanes::kTokensEach][Lanes::kColumnsEach];
-        spread(segment, first + Lanes::token(), table, row);
+        table.spread(segment, first, row);
 #pragma unroll
         for (int t = 0; t < Lanes::kTokensEach; ++t) {
-          const int i = first + Lanes::token() + t;
+          const int i = first + Lanes::token(t);
           const bool here = i < mine.end;
           T dot = 0;
 #pragma unroll
-          for (int c = 0; c < Lanes::kColumnsEach; c += kVector<T>) {
+          for (int c = 0; c < Lanes::kColumnsEach; c += Lanes::V) {
             const int64_t at = column + Lanes::column(c);
             if (!here) continue;
             if (!slopes) {
-              write_columns<S, kVector<T>>(row[t] + c,
-                                           grad_value + segment.token[i] * g.grad_value.row,
-                                           g.grad_value, at, call.dv);
+              write_columns<S, Lanes::V>(row[t] + c,
+                                         grad_value + segment.token[i] * g.grad_value.row,
+                                         g.grad_value, at, call.dv);
               continue;
             }
-            T x[kVector<T>];
-            read_columns<S, kVector<T>>(value + segment.token[i] * call.value.row, call.value, at,
-                                        call.dv, x);
+            T x[Lanes::V];
+            read_columns<S, Lanes::V>(value + segment.token[i] * call.value.row, call.value, at,
+                                      call.dv, x);
 #pragma unroll
-            for (int k = 0; k < kVector<T>; ++k)
+            for (int k = 0; k < Lanes::V; ++k)
               if (at + k < call.dv) dot += (x[k] - T(centre[at + k])) * row[t][c + k];
           }
           if (!slopes) continue;

@@ -1,5 +1,6 @@
 """Kernel launches: argument packing, CTA scheduling, divergence, barriers, counters."""
 
+import copy
 import re
 import struct
 import time
@@ -416,6 +417,46 @@ class Kernel:
                 None,
             )
         return None
+
+    def without(self, pc, watch=False):
+        """This kernel with instruction `pc` left out: what a test of tests runs.
+
+        `watch`: instead of being left out, the instruction raises PtxError when a thread executes
+        it, or if it is a branch takes it; so one learns whether it matters at all.
+        """
+        if not self._compiled:
+            raise PtxError(f"{self.name}: launch the kernel as it is before leaving something out")
+        ins = self.prog.instrs[pc]
+        other = copy.copy(self)
+        other.prog = copy.copy(self.prog)
+        other.prog.instrs = list(self.prog.instrs)
+        other.prog.instrs[pc] = parser.Instr(
+            "membar", ("cta",), [], None, ins.line, f"(left out) {ins.text}", pc=pc, src=ins.src
+        )
+
+        def left_out(s, m):
+            if not watch:
+                return
+            act = np.ones(s.n, bool) if m is None else m
+            if ins.guard is not None:
+                g = s.R[ins.guard[0].idx]
+                act = act & (~g if ins.guard[1] else g)
+            if np.count_nonzero(act):
+                raise PtxError(f"PTX line {ins.line}: `{ins.text}` is executed")
+
+        other._compiled = {}
+        for n in self._compiled:
+            c, fns, sync, ctl = self._compiled[n]
+            fns = [*fns[:pc], left_out, *fns[pc + 1 :]]
+            other._compiled[n] = (
+                c,
+                fns,
+                {k: v for k, v in sync.items() if k != pc},
+                {k: v for k, v in ctl.items() if k != pc},
+            )
+        other.full_next = other._next(is_control)
+        other.div_next = other._next(lambda i: is_control(i) or is_sync(i))
+        return other
 
     def unsupported(self):
         """[(line, message)] of everything in this kernel the interpreter cannot execute."""
