@@ -28,7 +28,7 @@ def checkout(tmp_path: Path) -> Path:
     for name in SOURCES:
         shutil.copy(ROOT / name, copy)
     for name in FOLDERS:
-        leave_out = shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__")
+        leave_out = shutil.ignore_patterns("*.so", "*.kernels", "*.egg-info", "__pycache__")
         shutil.copytree(ROOT / name, copy / name, ignore=leave_out)
     return copy
 
