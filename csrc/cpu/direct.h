@@ -5,23 +5,34 @@
 // them in tiles. Every result is summed by one task in one fixed order, so it is bitwise the same
 // for any number of threads.
 
-constexpr int64_t kRowBlock = 48;   // query rows whose scores are held at once: whole tiles
-constexpr int64_t kSpan = 16;       // tiles of keys summed in T before they join the total
-constexpr int64_t kKeyBlock = 128;  // keys in a tile: 48 x 128 scores stay in the first-level cache
-constexpr int kLargestRank = 16;    // ranks up to this have their own score kernel
+constexpr int64_t kRowBlock = 48;  // query rows whose scores are held at once: whole tiles
+constexpr int64_t kKeyBlock =
+    256;                          // keys in a tile: 48 x 256 scores stay in the second-level cache
+constexpr int64_t kSpan = 8;      // tiles of keys summed in T before they join the total
+constexpr int kLargestRank = 16;  // ranks up to this have their own score kernel
 static_assert(kRowBlock % kTileRows == 0, "a block of rows is whole tiles");
 
-// scores[rows][kKeyBlock] = q[rows][rank] k[rank][kKeyBlock], `rows` rounded up to whole tiles: the
-// rows past the end hold whatever lies in q, and nobody looks at their scores.
+// A tile of `keys` keys, at most kKeyBlock, is worked on in whole panels; what is past its keys is
+// forbidden like a masked key.
 template <class T>
-using ScoreTile = void (*)(int64_t rows, int64_t rank, const T* q, const T* k, T* scores);
+BOLTZATTN_INLINE int64_t width_of(int64_t keys) {
+  return round_up(keys, kPanelWidth<T>);
+}
+
+// scores[rows][width] = q[rows][rank] k[rank][width], lines of both in steps of kKeyBlock and
+// `rows` rounded up to whole tiles: the rows past the end hold whatever lies in q, and nobody looks
+// at their scores.
+template <class T>
+using ScoreTile = void (*)(int64_t rows, int64_t width, int64_t rank, const T* q, const T* k,
+                           T* scores);
 
 template <class T, int Rank>
-static void score_tile(int64_t rows, int64_t rank, const T* q, const T* k, T* scores) {
+static void score_tile(int64_t rows, int64_t width, int64_t rank, const T* q, const T* k,
+                       T* scores) {
   constexpr int L = kLanes<T>;
   for (int64_t i = 0; i < rows; i += kTileRows)
     product_rows<T, kTileRows, Rank>(
-        int(i), int(kKeyBlock / L), int(rank), Strided<T>{q, rank, 1},
+        int(i), int(width / L), int(rank), Strided<T>{q, rank, 1},
         [=](int v, int r, auto& line) BOLTZATTN_INLINED { load(k + r * kKeyBlock + v * L, line); },
         [](int, int, auto& sum) BOLTZATTN_INLINED {
           for (auto& x : sum) x = Vec<T>{};
@@ -56,8 +67,7 @@ BOLTZATTN_INLINE T scaled_bias(T x, T* clamped) {
   return OnlineSoftmax<T>::kLowest;
 }
 
-// Everything that forbids or shifts logits of the tile (first_row, first_key). Columns past `keys`
-// are padding and are forbidden.
+// Everything that forbids or shifts logits of the tile (first_row, first_key).
 template <class T>
 struct TileMask {
   const Attention& call;
@@ -95,29 +105,29 @@ struct TileMask {
       if (call.is_causal)
         for (int64_t j = first_row + i + 1 - first_key; j < keys; ++j)
           if (j >= 0) row[j] = T(-INFINITY);
-      for (int64_t j = keys; j < kKeyBlock; ++j) row[j] = T(-INFINITY);
+      for (int64_t j = keys; j < width_of<T>(keys); ++j) row[j] = T(-INFINITY);
     }
   }
 };
 
 // The largest score of a row.
 template <class T>
-BOLTZATTN_INLINE T top_of_row(const T* row) {
+BOLTZATTN_INLINE T top_of_row(const T* row, int64_t width) {
   constexpr int L = kLanes<T>;
   Vec<T> top = load(row);
 #pragma GCC unroll 4
-  for (int64_t j = L; j < kKeyBlock; j += L) top = larger<T>(load(row + j), top);
+  for (int64_t j = L; j < width; j += L) top = larger<T>(load(row + j), top);
   return reduce_max<T>(top);
 }
 
 // scores -> unnormalised weights, in place.
 template <class T>
-BOLTZATTN_INLINE void weigh_row(OnlineSoftmax<T>& state, T* row) {
+BOLTZATTN_INLINE void weigh_row(OnlineSoftmax<T>& state, T* row, int64_t width) {
   constexpr int L = kLanes<T>;
   const T reference = state.reference();
   Vec<T> sum{};
 #pragma GCC unroll 4
-  for (int64_t j = 0; j < kKeyBlock; j += L) {
+  for (int64_t j = 0; j < width; j += L) {
     const Vec<T> weight = exp2_of(load(row + j) - reference);
     store(row + j, weight);
     sum += weight;
@@ -155,35 +165,32 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
 
   const int64_t key_end = call.is_causal ? least(call.n_k, row_end) : call.n_k;
   for (int64_t key = 0; key < key_end; key += kKeyBlock) {
-    const int64_t keys = least(kKeyBlock, key_end - key);
-    if (keys < kKeyBlock) __builtin_memset(k, 0, size_t(call.rank * kKeyBlock) * sizeof(T));
+    const int64_t keys = least(kKeyBlock, key_end - key), width = width_of<T>(keys);
+    if (keys < width) set_zero(k, call.rank * kKeyBlock);
     read_block(call.key, h, key, 0, keys, call.rank, k, 1, kKeyBlock);
     value_tile.read(call.value, h, key, keys, v);
     mask.start_keys(key, keys);
     for (int64_t block = 0; block < rows; block += kRowBlock) {
       const int64_t here = least(kRowBlock, rows - block), row = first_row + block;
       if (call.is_causal && row + here <= key) continue;
-      score(here, call.rank, q + block * call.rank, k, scores);
+      score(here, width, call.rank, q + block * call.rank, k, scores);
       mask.apply(row, here, key, keys, scores);
       // All maxima first: a row's weights would wait for its own, but not for its neighbour's.
       for (int64_t i = 0; i < here; ++i) {
-        const T factor = state[block + i].raise(top_of_row(scores + i * kKeyBlock));
+        const T factor = state[block + i].raise(top_of_row(scores + i * kKeyBlock, width));
         if (factor == T(1)) continue;
-        for (int64_t p = 0; p < sums.count(); ++p) {
-          const int64_t line = sums.offset(p) + (block + i) * kPanelWidth<T>;
-          for (int64_t c = line; c < line + kPanelWidth<T>; ++c) sum[c] *= factor;
-          for (int64_t c = line; c < line + kPanelWidth<T>; ++c) total[c] *= factor;
-        }
+        sums.multiply_row(sum, block + i, factor);
+        sums.multiply_row(total, block + i, factor);
       }
       for (int64_t i = 0; i < here; ++i) {
-        weigh_row(state[block + i], scores + i * kKeyBlock);
+        weigh_row(state[block + i], scores + i * kKeyBlock, width);
         if (dropout)
-          dropout.apply(row + i, key, kKeyBlock, scores + i * kKeyBlock, scores + i * kKeyBlock);
+          dropout.apply(row + i, key, width, scores + i * kKeyBlock, scores + i * kKeyBlock);
       }
       for (int64_t p = 0; p < sums.count(); ++p)
-        gemm<T, true>(here, sums.vectors(p), kKeyBlock, {scores, kKeyBlock, 1},
-                      v + value_tile.offset(p), kPanelWidth<T>,
-                      sum + sums.offset(p) + block * kPanelWidth<T>, kPanelWidth<T>);
+        gemm<T, true>(here, sums.vectors(p), keys, {scores, kKeyBlock, 1}, v + value_tile.offset(p),
+                      kPanelWidth<T>, sum + sums.offset(p) + block * kPanelWidth<T>,
+                      kPanelWidth<T>);
     }
     if ((key / kKeyBlock + 1) % kSpan == 0 || key + kKeyBlock >= key_end) {
       for (int64_t c = 0; c < sums.size(); ++c) total[c] += sum[c];
@@ -192,12 +199,8 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
   }
 
   for (int64_t i = 0; i < rows; ++i) {
-    const T normaliser = state[i].normaliser();
     lse_of(call, h)[first_row + i] = state[i].lse(mask.clamped);
-    for (int64_t p = 0; p < sums.count(); ++p) {
-      T* line = total + sums.offset(p) + i * kPanelWidth<T>;
-      for (int64_t c = 0; c < kPanelWidth<T>; ++c) line[c] *= normaliser;
-    }
+    sums.multiply_row(total, i, state[i].normaliser());
   }
   sums.write(total, rows, call.out, h, first_row);
 }
@@ -209,7 +212,7 @@ static void direct_forward(const Attention& call, int64_t first_head, int64_t he
   // Rows of one task share the packing of keys and values, so tasks are as large as threads can
   // share evenly. A row's result does not depend on the rows beside it.
   const int64_t even = ceil_div(heads * call.n_q, 4 * thread_count());
-  const int64_t rows = least(most(round_up(even, kRowBlock), kRowBlock), 12 * kRowBlock);
+  const int64_t rows = least(most(round_up(even, kTileRows), kRowBlock), 12 * kRowBlock);
   const int64_t blocks = ceil_div(call.n_q, rows);
   parallel(heads * blocks, [&](int64_t task) {
     const int64_t h = first_head + task / blocks, first = task % blocks * rows;
@@ -225,16 +228,17 @@ static void direct_forward(const Attention& call, int64_t first_head, int64_t he
 // A task owns a range of keys and streams all queries past it, one tile of keys after another.
 // dQ alone is summed over tasks: each writes its share, and a second step adds them in order.
 
-// dq[rows][rank] += ds[rows][kKeyBlock] k[rank][kKeyBlock]^T
+// dq[rows][rank] += ds[rows][width] k[rank][width]^T
 template <class T>
-static void add_query_gradient(int64_t rows, int64_t rank, const T* ds, const T* k, T* dq) {
+static void add_query_gradient(int64_t rows, int64_t width, int64_t rank, const T* ds, const T* k,
+                               T* dq) {
   constexpr int L = kLanes<T>;
   constexpr int kAtOnce = 4;
   for (int64_t i = 0; i < rows; ++i) {
     int64_t r = 0;
     for (; r + kAtOnce <= rank; r += kAtOnce) {
       Vec<T> sum[kAtOnce] = {};
-      for (int64_t j = 0; j < kKeyBlock; j += L) {
+      for (int64_t j = 0; j < width; j += L) {
         const Vec<T> x = load(ds + i * kKeyBlock + j);
 #pragma GCC unroll 4
         for (int c = 0; c < kAtOnce; ++c) sum[c] += x * load(k + (r + c) * kKeyBlock + j);
@@ -243,7 +247,7 @@ static void add_query_gradient(int64_t rows, int64_t rank, const T* ds, const T*
     }
     for (; r < rank; ++r) {
       Vec<T> sum{};
-      for (int64_t j = 0; j < kKeyBlock; j += L)
+      for (int64_t j = 0; j < width; j += L)
         sum += load(ds + i * kKeyBlock + j) * load(k + r * kKeyBlock + j);
       dq[i * rank + r] += reduce_sum<T>(sum);
     }
@@ -276,14 +280,14 @@ static void row_norms(const Attention& call, int64_t h, int64_t first, int64_t r
   for (int64_t i = 0; i < rows; ++i) state[i] = {};
   const int64_t key_end = call.is_causal ? least(call.n_k, first + rows) : call.n_k;
   for (int64_t key = 0; key < key_end; key += kKeyBlock) {
-    const int64_t keys = least(kKeyBlock, key_end - key);
-    if (keys < kKeyBlock) set_zero(k, call.rank * kKeyBlock);
+    const int64_t keys = least(kKeyBlock, key_end - key), width = width_of<T>(keys);
+    if (keys < width) set_zero(k, call.rank * kKeyBlock);
     read_block(call.key, h, key, 0, keys, call.rank, k, 1, kKeyBlock);
     mask.start_keys(key, keys);
-    score(rows, call.rank, q, k, scores);
+    score(rows, width, call.rank, q, k, scores);
     mask.apply(first, rows, key, keys, scores);
-    for (int64_t i = 0; i < rows; ++i) state[i].raise(top_of_row(scores + i * kKeyBlock));
-    for (int64_t i = 0; i < rows; ++i) weigh_row(state[i], scores + i * kKeyBlock);
+    for (int64_t i = 0; i < rows; ++i) state[i].raise(top_of_row(scores + i * kKeyBlock, width));
+    for (int64_t i = 0; i < rows; ++i) weigh_row(state[i], scores + i * kKeyBlock, width);
   }
   for (int64_t i = 0; i < rows; ++i)
     norms[i] = {state[i].reference(), state[i].sum == 0 ? T(0) : T(::log2(state[i].sum))};
@@ -319,12 +323,12 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta,
   constexpr int L = kLanes<T>;
 
   for (int64_t key = first_key; key < key_end; key += kKeyBlock) {
-    const int64_t keys = least(kKeyBlock, key_end - key);
-    if (keys < kKeyBlock) __builtin_memset(k, 0, size_t(call.rank * kKeyBlock) * sizeof(T));
+    const int64_t keys = least(kKeyBlock, key_end - key), width = width_of<T>(keys);
+    if (keys < width) set_zero(k, call.rank * kKeyBlock);
     read_block(call.key, h, key, 0, keys, call.rank, k, 1, kKeyBlock);
     by_key.read_transposed(call.value, h, key, keys, v);
-    __builtin_memset(dk, 0, size_t(call.rank * kKeyBlock) * sizeof(T));
-    __builtin_memset(dv, 0, size_t(by_value.size()) * sizeof(T));
+    set_zero(dk, call.rank * kKeyBlock);
+    set_zero(dv, by_value.size());
     mask.start_keys(key, keys);
 
     const int64_t first_row = call.is_causal ? key / kRowBlock * kRowBlock : 0;
@@ -334,19 +338,19 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta,
       for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale * kLog2e);
       grad_tile.read(g.grad_out, h, row, rows, grad_panels);
       read_block(g.grad_out, h, row, 0, rows, call.dv, grad_rows, call.dv, 1);
-      score(rows, call.rank, q, k, p);
+      score(rows, width, call.rank, q, k, p);
       mask.apply(row, rows, key, keys, p);
-      for (int64_t panel = 0; panel < by_key.count(); ++panel)
+      for (int64_t panel = 0; panel < width / kPanelWidth<T>; ++panel)
         gemm<T, false>(rows, kPanel, call.dv, {grad_rows, call.dv, 1}, v + by_key.offset(panel),
                        kPanelWidth<T>, ds + panel * kPanelWidth<T>, kKeyBlock);
       for (int64_t i = 0; i < rows; ++i) {
         T* p_row = p + i * kKeyBlock;
         T* ds_row = ds + i * kKeyBlock;
-        if (dropout) dropout.apply(row + i, key, kKeyBlock, ds_row, ds_row);
+        if (dropout) dropout.apply(row + i, key, width, ds_row, ds_row);
         const T shift = delta[row + i];
         const RowNorm<T> norm = norms[row + i];
 #pragma GCC unroll 4
-        for (int64_t j = 0; j < kKeyBlock; j += L) {
+        for (int64_t j = 0; j < width; j += L) {
           const Vec<T> weight = exp2_of((load(p_row + j) - norm.high) - norm.low);
           store(p_row + j, weight);
           store(ds_row + j, weight * (load(ds_row + j) - shift));
@@ -355,16 +359,15 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta,
       const T* kept = p;
       if (dropout) {
         for (int64_t i = 0; i < rows; ++i)
-          dropout.apply(row + i, key, kKeyBlock, p + i * kKeyBlock, factor + i * kKeyBlock);
+          dropout.apply(row + i, key, width, p + i * kKeyBlock, factor + i * kKeyBlock);
         kept = factor;
       }
       for (int64_t panel = 0; panel < by_value.count(); ++panel)
-        gemm<T, true>(kKeyBlock, by_value.vectors(panel), rows, {kept, 1, kKeyBlock},
+        gemm<T, true>(keys, by_value.vectors(panel), rows, {kept, 1, kKeyBlock},
                       grad_panels + grad_tile.offset(panel), kPanelWidth<T>,
                       dv + by_value.offset(panel), kPanelWidth<T>);
-      gemm<T, true>(call.rank, kKeyBlock / L, rows, {q, 1, call.rank}, ds, kKeyBlock, dk,
-                    kKeyBlock);
-      add_query_gradient(rows, call.rank, ds, k, dq_share + row * call.rank);
+      gemm<T, true>(call.rank, width / L, rows, {q, 1, call.rank}, ds, kKeyBlock, dk, kKeyBlock);
+      add_query_gradient(rows, width, call.rank, ds, k, dq_share + row * call.rank);
     }
     by_value.write(dv, keys, g.grad_value, h, key);
     for (int64_t c = 0; c < call.rank * kKeyBlock; ++c) dk[c] *= T(kLn2);  // q held scale * log2(e)

@@ -179,6 +179,13 @@ struct Panels {
       if (here > 0) read_block(m, h, first + begin, 0, here, rows, to, 1, kPanelWidth<T>);
     }
   }
+  void multiply_row(T* data, int64_t row, T factor) const {
+    for (int64_t p = 0; p < count(); ++p) {
+      T* line = data + offset(p) + row * kPanelWidth<T>;
+      for (int u = 0; u < kPanel; ++u)
+        store(line + u * kLanes<T>, load(line + u * kLanes<T>) * factor);
+    }
+  }
   void write(const T* from, int64_t count, const Matrix& m, int64_t h, int64_t first) const {
     for (int64_t p = 0; p < this->count(); ++p, from += rows * kPanelWidth<T>)
       write_block(from, kPanelWidth<T>, 1, count, columns(p), m, h, first, p * kPanelWidth<T>);

@@ -105,11 +105,13 @@ BOLTZATTN_INLINE T reduce_sum(Vec<T> v) {
   return Fold<T, kLanes<T>>::run(v, [](auto a, auto b) { return a + b; });
 }
 
-// 2^x for x <= 0 up to rounding; 0 below the smallest normal number (next to what softmax sums, at
-// least 1, that is nothing), NaN for NaN. x = k + r with k an integer: adding 1.5 * 2^(mantissa
-// bits) rounds x to k and leaves it in the low bits, from where it is shifted into the exponent;
-// 2^r on |r| <= 1/2 is its Chebyshev interpolant (relative error 2.6e-9 and 4.3e-18).
+// 2^x for x <= 0 up to rounding; 0 where that is no normal number any more (next to what softmax
+// sums, at least 1, that is nothing), NaN for NaN. x = k + r with k an integer: adding 1.5 *
+// 2^(mantissa bits) rounds x to k and leaves it in the low bits, from where it is shifted into the
+// exponent; 2^r on |r| <= 1/2 is its Chebyshev interpolant (relative error 2.6e-9 and 4.3e-18). The
+// lowest k gives the exponent of 0.
 BOLTZATTN_INLINE Vec<float> exp2_of(Vec<float> x) {
+  x = larger<float>(splat(-127.0f), x);
   const float kShift = 12582912.0f;
   const Vec<float> shifted = x + kShift;
   const Vec<float> r = x - (shifted - kShift);
@@ -120,9 +122,10 @@ BOLTZATTN_INLINE Vec<float> exp2_of(Vec<float> x) {
   e = e * r + 6.9314720670283260e-1f;
   e = e * r + 1.0f;
   const Vec<float> power = (Vec<float>)(((Word<float>)shifted << 23) + (127u << 23));
-  return x < -126.0f ? Vec<float>{} : e * power;
+  return e * power;
 }
 BOLTZATTN_INLINE Vec<double> exp2_of(Vec<double> x) {
+  x = larger<double>(splat(-1023.0), x);
   const double kShift = 6755399441055744.0;
   const Vec<double> shifted = x + kShift;
   const Vec<double> r = x - (shifted - kShift);
@@ -138,5 +141,5 @@ BOLTZATTN_INLINE Vec<double> exp2_of(Vec<double> x) {
   e = e * r + 6.9314718055994530925e-1;
   e = e * r + 1.0;
   const Vec<double> power = (Vec<double>)(((Word<double>)shifted << 52) + (uint64_t(1023) << 52));
-  return x < -1022.0 ? Vec<double>{} : e * power;
+  return e * power;
 }
