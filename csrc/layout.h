@@ -101,15 +101,16 @@ BOLTZATTN_HD double largest_product(const Range& range) {
   return ::fmax(::fabs(range.t_min), ::fabs(range.t_max)) * key_extent(range);
 }
 
+// `hope` is how many times higher than for the worst keys the strip of the queries is taken to be.
 BOLTZATTN_HD Layout make_layout(const Range& range, int query_nodes, int key_nodes,
-                                double precision) {
+                                double precision, double hope = 1) {
   const double extent = key_extent(range);
   const double product = largest_product(range);
   Layout layout;
   layout.query_strip = kPi / (4 * ::log(double(range.keys) + 2));
   layout.tau = 2 / (extent * sin_pi(0.25, ::log(double(range.keys) + 2)));
   layout.query = make_axis(::asinh(range.t_min / layout.tau), ::asinh(range.t_max / layout.tau),
-                           layout.query_strip, query_nodes, precision);
+                           hope * layout.query_strip, query_nodes, precision);
   const double edge = 0.5 * ::log(::fmax(product, 4.0));
   // The a-priori bound on this side adds up over the keys; see docs/transform.md.
   layout.key = make_axis(-edge, edge, kKeyStrip, key_nodes, precision / ::sqrt(double(range.keys)));
@@ -131,12 +132,12 @@ BOLTZATTN_HD double layout_cost(const Layout& layout, int64_t n_q, int64_t n_k, 
 
 // The cheapest layout that reaches `precision`.
 inline Layout choose_layout(const Range& range, int64_t n_q, int64_t n_k, int64_t dv,
-                            double precision, int most_key_nodes = kMostNodes) {
-  Layout best = make_layout(range, kLeastNodes, kLeastNodes, precision);
+                            double precision, int most_key_nodes = kMostNodes, double hope = 1) {
+  Layout best = make_layout(range, kLeastNodes, kLeastNodes, precision, hope);
   double best_cost = layout_cost(best, n_q, n_k, dv);
   for (int p = kLeastNodes; p <= kMostNodes; p += kNodeStep) {
     for (int q = kLeastNodes; q <= most_key_nodes; q += kNodeStep) {
-      const Layout layout = make_layout(range, p, q, precision);
+      const Layout layout = make_layout(range, p, q, precision, hope);
       const double cost = layout_cost(layout, n_q, n_k, dv);
       if (cost < best_cost) {
         best = layout;

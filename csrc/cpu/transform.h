@@ -8,6 +8,10 @@
 
 constexpr double kLargestSum = 1e300;
 constexpr int kLevels = 3;  // precisions tried before a head goes to `direct`
+// The strip in which F is analytic is that of the worst keys, and most keys are far from it: panels
+// of the query axis are first made this many times wider, and the bound of the error says whether
+// that was too bold.
+constexpr double kHope = 3;
 
 // Interpolation error aimed at: below the rounding of T at first, then tighter. Half precision
 // needs no more than its own rounding.
@@ -491,14 +495,22 @@ struct Transform {
     find_centres();
     double largest = 0;
     for (int level = 0; level < kLevels; ++level) {
-      layout = choose_layout(range, call.n_q, call.n_k, dv, precision_of(dtype, level),
-                             most_key_nodes(dtype));
+      const double precision = precision_of(dtype, level);
+      const bool hopeful = level == 0 && dtype != DType::kFloat64;  // fp64 needs its last digits
+      layout = choose_layout(range, call.n_q, call.n_k, dv, precision, most_key_nodes(dtype),
+                             hopeful ? kHope : 1);
       raw.resize(key_nodes() * raw_size);
       sum_moments(true, call.value, columns, nullptr, raw_size, raw.data, [](auto...) {});
       if (!finite_sums()) return false;
       measure_from_ends();
-      const Bounds bounds = run_core(slopes);
+      Bounds bounds = run_core(slopes);
       if (!(bounds.largest <= kLargestSum)) return false;
+      // Next to rounding this must be small, and smaller where slopes are interpolated too.
+      const double allowed = rounding_of(dtype, product) * bounds.largest / (slopes ? 64 : 8);
+      if (hopeful && bounds.query > allowed) {
+        layout.query = make_layout(range, layout.query.nodes, layout.key.nodes, precision).query;
+        bounds = run_core(slopes);
+      }
       // |F - centre| <= 2 max|v|, so half of its largest can only overstate the relative error;
       // the values themselves are looked at only if that is not good enough.
       for (const bool exact : {false, true}) {

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -25,9 +26,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _log = logging.getLogger("boltzattn")
 
 
-@dataclass(frozen=True)
-class Request:
-    """The facts of a call that decide who can serve it."""
+class Request(NamedTuple):
+    """The facts of a call that decide who can serve it: a key of caches, so it hashes fast."""
 
     device: str
     dtype: torch.dtype

@@ -42,14 +42,16 @@ def request_of(
     is_causal: bool,
 ) -> Request:
     """The facts of a canonical call."""
+    *lead, n_q, rank = query.shape
+    n_k, dv = value.shape[-2:]
     return Request(
         device=query.device.type,
         dtype=query.dtype,
-        heads=math.prod(query.shape[:-2]),
-        n_q=query.shape[-2],
-        n_k=key.shape[-2],
-        rank=query.shape[-1],
-        dv=value.shape[-1],
+        heads=math.prod(lead),
+        n_q=n_q,
+        n_k=n_k,
+        rank=rank,
+        dv=dv,
         is_causal=is_causal,
         attn_mask=attn_mask is not None,
         key_bias=key_mask is not None and key_mask.dtype != torch.bool,

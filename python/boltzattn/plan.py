@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -52,7 +52,7 @@ def transform_cost(request: Request, head: float = TRANSFORM_HEAD) -> float:
     if not request.is_causal:
         return request.heads * (head + token * (request.n_q + request.n_k))
     n = min(request.n_q, request.n_k)
-    leaf = replace(request, n_q=n, n_k=min(n, causal.LEAF))
+    leaf = request._replace(n_q=n, n_k=min(n, causal.LEAF))
     levels = max(0, math.ceil(math.log2(max(1, n / causal.LEAF))))
     problems = max(1, n / causal.LEAF)  # pairs over all levels
     return direct_cost(leaf) + request.heads * (head * problems + token * n * levels)
