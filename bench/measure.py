@@ -25,6 +25,7 @@ from bench.problems import LayerProblem, Problem, make_problem
 from bench.providers import Bound, Provider
 from bench.results import FAILED, MEASURED, SKIPPED, TOO_LARGE, TOO_SLOW, Row, fill_ratios
 
+StopWatch = Callable[[Callable[[], object], int], list[float]]  # seconds of each of some calls
 PROBE_N = 2048  # large enough to be quadratic, small enough to cost nothing
 MB = 2**20
 
@@ -33,13 +34,14 @@ MB = 2**20
 class Effort:
     """How long to measure. A provider gets samples until its share is used up, but at least 3.
 
-    Of long calls 2 are enough: what disturbs them averages out within each.
+    A sample is the fastest of the calls that fit into `sample_s`: what else the machine does can
+    only add time. Of long calls 2 are enough: what disturbs them averages out within each.
     """
 
     seconds_per_provider: float
     longest_call_s: float
     most_samples: int = 60
-    sample_s: float = 2e-3  # shorter calls are repeated within a sample
+    sample_s: float = 10e-3
     long_call_s: float = math.inf
 
     def least_samples(self, call_s: float) -> int:
@@ -132,12 +134,12 @@ def _time_in_turns(case: Case, rows: list[Row], effort: Effort, limit: float) ->
 def take_turns(
     calls: dict[str, Callable[[], object]],
     effort: Effort,
-    seconds: Callable[[Callable[[], object], int], float],
+    seconds: StopWatch,
 ) -> dict[str, list[float]]:
     """Seconds per call of each, sampled in rounds whose order rotates."""
     repeats, samples, spent, least = {}, {}, {}, {}
     for name, call in calls.items():
-        spent[name] = seconds(call, 1)
+        [spent[name]] = seconds(call, 1)
         least[name] = effort.least_samples(spent[name])
         repeats[name] = max(1, math.ceil(effort.sample_s / max(spent[name], 1e-9)))
         # A long call needs no warm-up beyond that of the accuracy check; a short one has it here.
@@ -155,8 +157,8 @@ def take_turns(
             if repeats[name] > 1:
                 seconds(calls[name], 1)  # a short call would be timed with its neighbour's caches
             took = seconds(calls[name], repeats[name])
-            spent[name] += took * repeats[name]
-            samples[name].append(took)
+            spent[name] += sum(took)
+            samples[name].append(min(took))
     return samples
 
 
@@ -170,16 +172,14 @@ def fill_times(row: Row, samples: Sequence[float], case: Case) -> None:
     row.tokens_per_s = case.batch * case.n / median
 
 
-def predict(
-    provider: Provider, case: Case, seconds: Callable[[Callable[[], object], int], float]
-) -> float:
+def predict(provider: Provider, case: Case, seconds: StopWatch) -> float:
     """Seconds that one call should take, from a call at PROBE_N; 0 for cases not longer than it."""
     if case.n <= PROBE_N:
         return 0.0
     problem = make_problem(replace(case, n=PROBE_N))
     call = timed_call(problem, provider.build(problem))
     call()
-    return min(seconds(call, 1) for _ in range(2)) * (case.n / PROBE_N) ** provider.growth
+    return min(seconds(call, 2)) * (case.n / PROBE_N) ** provider.growth
 
 
 def timed_call(problem: Problem, bound: Bound) -> Callable[[], object]:
@@ -219,18 +219,20 @@ def result_for_check(problem: Problem, bound: Bound) -> dict[str, Tensor]:
     return {"out": out.detach(), **checked}
 
 
-def cpu_seconds(call: Callable[[], object], repeats: int) -> float:
+def cpu_seconds(call: Callable[[], object], repeats: int) -> list[float]:
+    took = []
     with _no_garbage_collection():
-        start = time.perf_counter()
         for _ in range(repeats):
+            start = time.perf_counter()
             call()
-        return (time.perf_counter() - start) / repeats
+            took.append(time.perf_counter() - start)
+    return took
 
 
-def cuda_seconds(call: Callable[[], object], repeats: int) -> float:
+def cuda_seconds(call: Callable[[], object], repeats: int) -> list[float]:
     """Time on the device between two events, with the L2 cache flushed before each call."""
     flush = torch.empty(256 * MB, dtype=torch.int8, device="cuda")
-    total = 0.0
+    took = []
     for _ in range(repeats):
         flush.zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -238,8 +240,8 @@ def cuda_seconds(call: Callable[[], object], repeats: int) -> float:
         call()
         end.record()
         torch.cuda.synchronize()
-        total += start.elapsed_time(end) * 1e-3
-    return total / repeats
+        took.append(start.elapsed_time(end) * 1e-3)
+    return took
 
 
 def settle_allocator() -> None:

@@ -56,9 +56,9 @@ class FakeClock:
     def __init__(self, seconds: dict[str, float]) -> None:
         self.seconds, self.log = seconds, []
 
-    def __call__(self, call: str, repeats: int) -> float:
+    def __call__(self, call: str, repeats: int) -> list[float]:
         self.log.append((call, repeats))
-        return self.seconds[call]
+        return [self.seconds[call] * (1 + i) for i in range(repeats)]
 
 
 def test_providers_take_turns_in_rotating_order():
@@ -79,10 +79,10 @@ def test_two_samples_of_long_calls_are_enough(effort):
 
 def test_short_calls_are_repeated_and_budgets_are_kept():
     clock = FakeClock({"short": 1e-5, "long": 0.4})
-    effort = measure.Effort(seconds_per_provider=2.0, longest_call_s=9, most_samples=20)
+    effort = measure.Effort(2.0, longest_call_s=9, most_samples=20, sample_s=1e-4)
     samples = measure.take_turns({"short": "short", "long": "long"}, effort, clock)
     assert ("short", math.ceil(effort.sample_s / 1e-5)) in clock.log
-    assert len(samples["short"]) == 20
+    assert samples["short"] == [1e-5] * 20  # the fastest call of each
     assert len(samples["long"]) == 5  # 5 * 0.4 s = 2 s
 
 
@@ -98,7 +98,7 @@ def test_median_spread_and_throughput():
 def test_prediction_follows_the_growth():
     provider = providers.table()["naive"]
     case = Case(n=4 * measure.PROBE_N, dv=1)
-    assert measure.predict(provider, case, lambda call, repeats: 0.5) == 0.5 * 4**2
+    assert measure.predict(provider, case, lambda call, repeats: [0.5, 0.6]) == 0.5 * 4**2
     assert measure.predict(provider, replace(case, n=measure.PROBE_N), None) == 0.0
 
 
