@@ -41,7 +41,7 @@ class Effort:
     seconds_per_provider: float
     longest_call_s: float
     most_samples: int = 60
-    sample_s: float = 10e-3
+    sample_s: float = 5e-3
     long_call_s: float = math.inf
 
     def least_samples(self, call_s: float) -> int:

@@ -26,7 +26,7 @@ HEADINGS = tuple(
     ]
 )
 LEGEND = """\
-time      median of interleaved samples, each the fastest call within 10 ms (or one longer
+time      median of interleaved samples, each the fastest call within 5 ms (or one longer
           call); ± interquartile range of them
 speed-up  over the faster of `sdpa` and `sdpa padded` (layers: one linear map; modules:
           nn.MultiheadAttention) in the same run; none without a passed accuracy check

@@ -5,11 +5,11 @@
 // them in tiles. Every result is summed by one task in one fixed order, so it is bitwise the same
 // for any number of threads.
 
-constexpr int64_t kRowBlock = 48;  // query rows whose scores are held at once: whole tiles
-constexpr int64_t kKeyBlock =
-    256;                          // keys in a tile: 48 x 256 scores stay in the second-level cache
-constexpr int64_t kSpan = 8;      // tiles of keys summed in T before they join the total
-constexpr int kLargestRank = 16;  // ranks up to this have their own score kernel
+constexpr int64_t kRowBlock = 48;   // query rows whose scores are held at once: whole tiles
+constexpr int64_t kKeyBlock = 256;  // keys in a tile
+constexpr int64_t kSpan = 4;        // tiles of keys, or
+constexpr int64_t kRowSpan = 16;    // blocks of rows, summed in T before they join the total
+constexpr int kLargestRank = 16;    // ranks up to this have their own score kernel
 static_assert(kRowBlock % kTileRows == 0, "a block of rows is whole tiles");
 
 // A tile of `keys` keys, at most kKeyBlock, is worked on in whole panels; what is past its keys is
@@ -135,6 +135,13 @@ BOLTZATTN_INLINE void weigh_row(OnlineSoftmax<T>& state, T* row, int64_t width) 
   state.sum += double(reduce_sum<T>(sum));
 }
 
+// Sums of many terms are taken in two steps: one running sum would round by its own size each time.
+template <class T>
+static void join_total(T* sum, T* total, int64_t size) {
+  for (int64_t c = 0; c < size; ++c) total[c] += sum[c];
+  set_zero(sum, size);
+}
+
 template <class T>
 static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_row,
                                 int64_t row_end) {
@@ -192,10 +199,8 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
                       kPanelWidth<T>, sum + sums.offset(p) + block * kPanelWidth<T>,
                       kPanelWidth<T>);
     }
-    if ((key / kKeyBlock + 1) % kSpan == 0 || key + kKeyBlock >= key_end) {
-      for (int64_t c = 0; c < sums.size(); ++c) total[c] += sum[c];
-      set_zero(sum, sums.size());
-    }
+    if ((key / kKeyBlock + 1) % kSpan == 0 || key + kKeyBlock >= key_end)
+      join_total(sum, total, sums.size());
   }
 
   for (int64_t i = 0; i < rows; ++i) {
@@ -303,14 +308,16 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta,
   const Panels<T> grad_tile{call.dv, kRowBlock};  // grad_out as the right factor of dV
   Scratch<Slot::kTask> scratch(
       int64_t(sizeof(T)) *
-          (by_value.size() + by_key.size() + grad_tile.size() + kRowBlock * call.dv +
-           2 * call.rank * kKeyBlock + kRowBlock * (call.rank + 2) + 3 * kRowBlock * kKeyBlock +
+          (2 * by_value.size() + by_key.size() + grad_tile.size() + kRowBlock * call.dv +
+           3 * call.rank * kKeyBlock + kRowBlock * (call.rank + 2) + 3 * kRowBlock * kKeyBlock +
            2 * kKeyBlock),
-      14);
+      16);
   T* k = scratch.take<T>(call.rank * kKeyBlock);
   T* dk = scratch.take<T>(call.rank * kKeyBlock);
+  T* dk_total = scratch.take<T>(call.rank * kKeyBlock);
   T* v = scratch.take<T>(by_key.size());
   T* dv = scratch.take<T>(by_value.size());
+  T* dv_total = scratch.take<T>(by_value.size());
   T* q = scratch.take<T>(kRowBlock * call.rank);
   T* grad_panels = scratch.take<T>(grad_tile.size());
   T* grad_rows = scratch.take<T>(kRowBlock * call.dv);
@@ -327,8 +334,8 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta,
     if (keys < width) set_zero(k, call.rank * kKeyBlock);
     read_block(call.key, h, key, 0, keys, call.rank, k, 1, kKeyBlock);
     by_key.read_transposed(call.value, h, key, keys, v);
-    set_zero(dk, call.rank * kKeyBlock);
-    set_zero(dv, by_value.size());
+    for (T* x : {dk, dk_total}) set_zero(x, call.rank * kKeyBlock);
+    for (T* x : {dv, dv_total}) set_zero(x, by_value.size());
     mask.start_keys(key, keys);
 
     const int64_t first_row = call.is_causal ? key / kRowBlock * kRowBlock : 0;
@@ -368,10 +375,15 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta,
                       dv + by_value.offset(panel), kPanelWidth<T>);
       gemm<T, true>(call.rank, width / L, rows, {q, 1, call.rank}, ds, kKeyBlock, dk, kKeyBlock);
       add_query_gradient(rows, width, call.rank, ds, k, dq_share + row * call.rank);
+      if ((row / kRowBlock + 1) % kRowSpan == 0 || row + kRowBlock >= call.n_q) {
+        join_total(dk, dk_total, call.rank * kKeyBlock);
+        join_total(dv, dv_total, by_value.size());
+      }
     }
-    by_value.write(dv, keys, g.grad_value, h, key);
-    for (int64_t c = 0; c < call.rank * kKeyBlock; ++c) dk[c] *= T(kLn2);  // q held scale * log2(e)
-    write_block(dk, 1, kKeyBlock, keys, call.rank, g.grad_key, h, key, 0);
+    by_value.write(dv_total, keys, g.grad_value, h, key);
+    for (int64_t c = 0; c < call.rank * kKeyBlock; ++c)
+      dk_total[c] *= T(kLn2);  // q held scale * log2(e)
+    write_block(dk_total, 1, kKeyBlock, keys, call.rank, g.grad_key, h, key, 0);
   }
 }
 
