@@ -3,7 +3,6 @@
 // make a kernel read outside its memory.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -12,12 +11,12 @@
 #include <atomic>
 #include <memory>
 #include <new>
-#include <optional>
 #include <tuple>
 #include <vector>
 
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
+#include "tensors.h"
 
 namespace boltzattn {
 
@@ -43,28 +42,6 @@ void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* context) {
 }
 
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-DType dtype_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case ScalarType::Double:
-      return DType::kFloat64;
-    case ScalarType::Float:
-      return DType::kFloat32;
-    case ScalarType::BFloat16:
-      return DType::kBFloat16;
-    case ScalarType::Half:
-      return DType::kFloat16;
-    case ScalarType::Bool:
-    case ScalarType::Long:
-      return DType::kBool;  // opaque to the readers of numbers
-    default:
-      STD_TORCH_CHECK(false, "boltzattn: unsupported dtype");
-  }
-}
 
 // Keeps the lists of head offsets alive while kernels run.
 class Descriptions {
@@ -175,22 +152,6 @@ Attention describe(Descriptions& d, const Tensor& query, const Tensor& key, cons
   call.value_columns = call.dv;
   call.summed = 1;
   return call;
-}
-
-std::vector<int64_t> shape_with(const Tensor& x, int64_t last) {
-  const auto sizes = x.sizes();
-  std::vector<int64_t> shape(sizes.begin(), sizes.end());
-  shape.back() = last;
-  return shape;
-}
-std::vector<int64_t> shape_of(const Tensor& x) {
-  const auto sizes = x.sizes();
-  return {sizes.begin(), sizes.end()};
-}
-std::vector<int64_t> rows_of(const Tensor& x) {
-  std::vector<int64_t> shape = shape_of(x);
-  shape.pop_back();
-  return shape;
 }
 
 // A new tensor that will be written row by row. A large one is fresh memory, and most of the time

@@ -5,39 +5,16 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
-#include <optional>
 #include <tuple>
 #include <vector>
 
 #include "cuda/launch.h"
+#include "tensors.h"
 
 namespace boltzattn {
 namespace cuda {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-DType dtype_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case ScalarType::Double:
-      return DType::kFloat64;
-    case ScalarType::Float:
-      return DType::kFloat32;
-    case ScalarType::BFloat16:
-      return DType::kBFloat16;
-    case ScalarType::Half:
-      return DType::kFloat16;
-    case ScalarType::Bool:
-    case ScalarType::Long:
-      return DType::kBool;  // opaque to the readers of numbers
-    default:
-      STD_TORCH_CHECK(false, "boltzattn: unsupported dtype");
-  }
-}
 
 // The stream torch works on. It lives in libtorch_cuda, which this library does not link, so that
 // it can be built under a CPU torch; whoever has CUDA tensors has loaded it.
@@ -57,21 +34,6 @@ cudaStream_t current_stream(int32_t device) {
 void check(cudaError_t error) {
   STD_TORCH_CHECK(error == cudaSuccess,
                   "boltzattn: CUDA kernel not launched: ", cudaGetErrorString(error));
-}
-
-std::vector<int64_t> shape_of(const Tensor& x) {
-  const auto sizes = x.sizes();
-  return {sizes.begin(), sizes.end()};
-}
-std::vector<int64_t> shape_with(const Tensor& x, int64_t last) {
-  std::vector<int64_t> shape = shape_of(x);
-  shape.back() = last;
-  return shape;
-}
-std::vector<int64_t> rows_of(const Tensor& x) {
-  std::vector<int64_t> shape = shape_of(x);
-  shape.pop_back();
-  return shape;
 }
 
 // Describes the tensors of one call; all have the leading dimensions of `query`.
