@@ -30,11 +30,11 @@ class Resources:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One .cu file for one architecture."""
+    """One .cu file for some architectures."""
 
     object: Path
     ptx: Path
-    resources: dict[str, Resources]  # by mangled name
+    resources: dict[tuple[str, str], Resources]  # by mangled name and architecture
 
 
 def toolkit() -> Path | None:
@@ -59,19 +59,24 @@ def _hash(source: Path, *parts: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_cuda(name: str, arch: str = "8.0", *flags: str) -> Compiled:
+def compile_cuda(name: str, architectures: str = "8.0") -> Compiled:
     """csrc/cuda/<name>.cu with every warning an error, and spilled registers too."""
     home = toolkit()
     assert home is not None
     command = [
         *(str(home / "bin/nvcc"), "-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-I", str(CSRC)),
-        *("-Werror", "all-warnings", "-Xptxas", "-v,-warn-spills", *build.gencode_flags(arch)),
+        *(
+            "-Werror",
+            "all-warnings",
+            "-Xptxas",
+            "-v,-warn-spills",
+            *build.gencode_flags(architectures),
+        ),
         "-lineinfo",  # says where in the sources an instruction comes from, and changes no code
-        *flags,
     ]
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout
     source = CSRC / f"cuda/{name}.cu"
-    folder = ROOT / "build/cuda-test" / f"{name}-{arch}-{_hash(source, version, *command)}"
+    folder = ROOT / "build/cuda-test" / f"{name}-{_hash(source, version, *command)}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers share the folder
@@ -94,9 +99,9 @@ def compile_cuda(name: str, arch: str = "8.0", *flags: str) -> Compiled:
     return Compiled(folder / f"{name}.o", ptx[0], _resources((folder / "log").read_text()))
 
 
-def _resources(log: str) -> dict[str, Resources]:
+def _resources(log: str) -> dict[tuple[str, str], Resources]:
     lines = map(str.split, build.kernel_resources(log).splitlines())
     return {
-        name: Resources(int(registers), int(stack), int(shared))
-        for name, _, registers, shared, stack in lines
+        (name, arch): Resources(int(registers), int(stack), int(shared))
+        for name, arch, registers, shared, stack in lines
     }

@@ -125,6 +125,7 @@ class Launched:
     options: dict[str, Any]
     before: dict[int, Tensor]
     after: dict[int, Tensor]
+    result: ptxrun.Result
 
     def repeat(self, kernel: ptxrun.Kernel) -> bool:
         """Whether `kernel` leaves the same bytes behind."""
@@ -182,13 +183,12 @@ class Machine:
         before = {a: twin(x) for a, x in self.tensors.items()} if self.launched is not None else {}
         values = [struct_argument(w, self.tensors) for w in words]
         blocks, threads, shared = size
-        self.results.append(
-            kernel.launch((blocks,), (threads,), values, smem=shared, **self.options)
-        )
+        result = kernel.launch((blocks,), (threads,), values, smem=shared, **self.options)
+        self.results.append(result)
         executed.add(name)
         if self.launched is not None:
             after = {a: twin(x) for a, x in self.tensors.items()}
-            self.launched.append(Launched(kernel, size, words, self.options, before, after))
+            self.launched.append(Launched(kernel, size, words, self.options, before, after, result))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[ctypes.CDLL]:

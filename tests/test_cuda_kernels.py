@@ -54,22 +54,23 @@ def problem(
     dropout: float = 0.0,
     strides: str = "dense",
     scale: float = 0.7,
+    heads: int = HEADS,
 ) -> Problem:
     n_q, n_k = sizes
     query, key, value, grad_out = (
-        strided(torch.randn(HEADS, n, width).to(dtype), strides)
+        strided(torch.randn(heads, n, width).to(dtype), strides)
         for n, width in ((n_q, rank), (n_k, rank), (n_k, dv), (n_q, dv))
     )
-    grad_lse = torch.randn(HEADS, n_q, dtype=torch.float64)
+    grad_lse = torch.randn(heads, n_q, dtype=torch.float64)
     call: dict[str, Any] = {"scale": scale}
     attn_mask = key_mask = seed = None
     if mask == "causal":
         call["is_causal"] = True
     elif mask == "bool":
-        attn_mask = call["attn_mask"] = torch.rand(HEADS, n_q, n_k) > 0.3
+        attn_mask = call["attn_mask"] = torch.rand(heads, n_q, n_k) > 0.3
         attn_mask[:, -1] = False  # a query that may attend to nothing
     elif mask == "bias":
-        attn_mask = torch.randn(HEADS, n_k, n_q).to(dtype).transpose(-1, -2)
+        attn_mask = torch.randn(heads, n_k, n_q).to(dtype).transpose(-1, -2)
         call["attn_mask"] = attn_mask
     elif mask in ("padding", "infinite", "key bias"):
         padding = torch.rand(n_k) > 0.6
@@ -78,7 +79,7 @@ def problem(
         elif mask == "key bias":
             padding = torch.randn(n_k).to(dtype)
         call["key_padding_mask"] = padding
-        key_mask = padding.expand(HEADS, n_k)
+        key_mask = padding.expand(heads, n_k)
     if dropout:
         seed = SEED
         call["dropout_p"] = dropout
@@ -225,15 +226,20 @@ def test_results_do_not_depend_on_the_order_of_blocks() -> None:
     assert torch.equal(runs[0][1], runs[1][1])
 
 
-def test_bytes_of_the_token_passes() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(torch.float32, 1.5), pytest.param(torch.bfloat16, 1.8, marks=pytest.mark.full)],
+)
+def test_bytes_of_the_token_passes(dtype: torch.dtype, most: float) -> None:
     """Forward moves little more than its inputs and outputs, the core (no n in it) aside.
 
     In sectors of 32 bytes, which is what memory moves: lanes of a warp that read the same row share
-    them.
+    them. The aim is 1.5. bf16 is at 1.75 and held there: its rows are half as long, while indices,
+    places, lse and the partial sums of panels are as large as in fp32.
     """
     n, dv = 4096, 64
-    query, key = torch.randn(2, 1, n, 1).mul(0.3).unbind()
-    value = torch.randn(1, n, dv)
+    query, key = torch.randn(2, 1, n, 1).mul(0.3).to(dtype).unbind()
+    value = torch.randn(1, n, dv).to(dtype)
     machine = Machine(racecheck=False, globalcheck=False, uninit="poison", profile=True)
     forward("transform", machine, query, key, value, None, None, None, 1.0, 0.0, False)
     assert machine.report[0, 0] == 1
@@ -241,9 +247,9 @@ def test_bytes_of_the_token_passes() -> None:
     for result in machine.results:
         if not any(name in result.kernel for name in ("core", "layout", "key_error", "certify")):
             moved += 32 * sum(result.sectors.values())
-    least = n * (4 + 4 + 4 * dv + 4 * dv + 8)
+    least = n * (dtype.itemsize * (1 + 1 + dv + dv) + 8)  # query, key, value, out; lse
     print(f"{moved / least:.2f} of the minimum")
-    assert moved <= 1.5 * least
+    assert moved <= most * least
 
 
 PROJECT = pairwise(

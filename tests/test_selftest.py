@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import boltzattn
 import pytest
 import torch
@@ -36,3 +38,13 @@ def test_names_of_kernels() -> None:
     assert cuda_report.readable("_ZN9boltzattn4cuda14transform_scanENS0_4WorkE") == "transform_scan"
     mangled = "_ZN9boltzattn4cuda21direct_logit_gradientI13__nv_bfloat16Lb1EEEvNS0_8GradientE"
     assert cuda_report.readable(mangled) == "direct_logit_gradient<bfloat16, true>"
+
+
+def test_report_of_cuda_kernels(tmp_path: Path) -> None:
+    record = tmp_path / "kernels"
+    assert list(cuda_report.lines(record)) == ["CUDA kernels: not built"]
+    scan = "_ZN9boltzattn4cuda14transform_scanENS0_4WorkE"
+    record.write_text(f"{scan} sm_80 40 4096 0\n{scan} sm_90 32 4096 16\n")
+    _, header, line = cuda_report.lines(record)
+    assert header.split() == ["shared", "sm_80", "sm_90"]
+    assert line.split() == ["transform_scan", "4096", "40", "32+16"]

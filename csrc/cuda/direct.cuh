@@ -16,7 +16,7 @@ constexpr int64_t kSpan = 2048;  // tokens summed in T before they join the tota
 __host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
-__device__ __forceinline__ int64_t least(int64_t a, int64_t b) {
+__host__ __device__ inline int64_t least(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
@@ -159,7 +159,8 @@ struct Logits {
 // out and lse: a thread weighs the keys for one query row, a block sums 128 rows of values. Values
 // are copied one tile ahead.
 template <class S, int Columns>
-__global__ void __launch_bounds__(kThreads) direct_forward(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kThreads, kLeastBlocks)
+    direct_forward(const __grid_constant__ Call call) {
   using T = Arithmetic<S>;
   constexpr int N = kTile<T>;
   __shared__ __align__(16) Logits<S> logits;

@@ -120,9 +120,15 @@ __global__ void __launch_bounds__(kThreads)
     if (row + N < call.n_q) load(row + N);
     if (!masks.all_plain(row, N, at.first, kThreads))
       table.edit(logit, [&](T x, int i) { return masks.apply(x, row + i, key); });
+    const auto weight = [&](T x, int i) {
+      return OnlineSoftmax<T>::power_of_2((x - norm[i].high) - norm[i].low);
+    };
+    if constexpr (sizeof(T) == 8) {
+      table.edit(logit, weight);  // unrolled, fp64's exponentials would spill registers
+    } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-      logit[i] = OnlineSoftmax<T>::power_of_2((logit[i] - norm[i].high) - norm[i].low);
+      for (int i = 0; i < N; ++i) logit[i] = weight(logit[i], i);
+    }
     if (dropout.threshold)
       table.edit(logit, [&](T x, int i) { return dropout.keeps(row + i, key) ? x : T(0); });
     table.put(logit);

@@ -6,10 +6,6 @@
 namespace boltzattn {
 namespace cuda {
 
-inline int64_t least_of(int64_t a, int64_t b) {
-  return a < b ? a : b;
-}
-
 inline int64_t element_bytes(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }

@@ -31,7 +31,7 @@ struct Call {
   Strided out;            // written by forward, read by backward
   double* lse;            // [heads, n_q]
   const int32_t* served;  // [heads], or null: heads that another kernel has served already
-  void* totals;           // workspace, see `totals_size`
+  void* totals;           // workspace, of `totals_bytes` bytes
 };
 
 struct Gradient {

@@ -17,6 +17,8 @@ namespace cuda {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
+// Blocks on a multiprocessor. ptxas, left to itself, spills registers to make room for more.
+constexpr int kLeastBlocks = 1;
 template <class T>
 constexpr int kTile = sizeof(T) == 4 ? 32 : 16;  // rows streamed at once
 template <class T>

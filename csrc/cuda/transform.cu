@@ -20,8 +20,8 @@ void set_capacities(Work& work) {
   const Layout layout = make_layout(widest, int(work.nodes), int(work.nodes), work.precision);
   const int64_t half = (call.n_q > 2048 ? call.n_q / 2 : 1024) / work.nodes;
   // One more than needed: the last bits of the host's mathematics are not the device's.
-  work.side[0].panels = least_of(layout.query.panels + 1, least_of(half, kMostPanels));
-  work.side[1].panels = least_of(layout.key.panels + 1, kMostPanels);
+  work.side[0].panels = least(layout.query.panels + 1, least(half, kMostPanels));
+  work.side[1].panels = least(layout.key.panels + 1, kMostPanels);
 }
 
 // Tokens of a head are numbered by 32 bits.
@@ -71,7 +71,7 @@ struct Pieces {
 int lay_out(Work& work, bool backward, Pieces pieces) {
   Call& call = work.g.call;
   const int64_t heads = call.heads, dv = call.dv, nodes = work.nodes;
-  const int64_t element = call.query.dtype == DType::kFloat64 ? 8 : 4;
+  const int64_t element = arithmetic_bytes(call.query.dtype);
   const int64_t query_nodes = heads * work.side[0].panels * nodes;
   const int64_t key_nodes = heads * work.side[1].panels * nodes;
   pieces.take(work.report, heads * 7);  // first: it is a result

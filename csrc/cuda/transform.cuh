@@ -24,9 +24,6 @@ __device__ __forceinline__ int end_of_query_panel(const Layout& layout, int pane
 __device__ __forceinline__ int end_of_key_panel(const Layout& layout, int panel) {
   return layout.key.origin + layout.key.half * (2 * panel + 1) >= 0 ? 0 : 1;
 }
-__device__ __forceinline__ double larger_of(double a, double b) {
-  return a > b ? a : b;
-}
 // A NaN on either side stays.
 __device__ __forceinline__ double largest_or_nan(double a, double b) {
   return a != a || a > b ? a : b;
@@ -492,7 +489,8 @@ __device__ __forceinline__ double block_largest(double x, double* space) {
 // Node values of F from the moments, for one query panel and a tile of columns; with `Slopes` those
 // of F' too. And the bound of the query-side error.
 template <class T, bool Slopes>
-__global__ void __launch_bounds__(kThreads) transform_core(const __grid_constant__ Work work) {
+__global__ void __launch_bounds__(kThreads, kLeastBlocks)
+    transform_core(const __grid_constant__ Work work) {
   using Lanes = CoreLanes<T>;
   constexpr int P = Lanes::P, N = Lanes::kColumns;
   __shared__ double e[P][P + 1];
@@ -815,7 +813,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // dv and ds.
 template <class S>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kLeastBlocks)
     transform_key_gradient(const __grid_constant__ Work work) {
   using T = Arithmetic<S>;
   using Lanes = TokenLanes<S>;

@@ -1,4 +1,7 @@
-"""What the CUDA kernels take of a GPU, as ptxas said when the extension was built."""
+"""`python -m boltzattn.cuda_report`: what the CUDA kernels take of a GPU, as ptxas said.
+
+Nothing is compiled: setup.py has recorded it when the extension was built.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,23 @@ def readable(mangled: str) -> str:
 
 
 def lines(record: Path = RECORD) -> Iterator[str]:
-    """The report, line by line."""
+    """The report, line by line: what setup.py has recorded of every kernel and architecture."""
     if not record.exists():
         yield "CUDA kernels: not built"
         return
-    yield "CUDA kernels, as compiled:"
+    found: dict[str, dict[str, str]] = {}  # by kernel and architecture
     for line in record.read_text().splitlines():
         name, arch, registers, shared, stack = line.split()
-        yield (
-            f"  {readable(name):<44} {arch:<7} {registers:>3} registers, "
-            f"{shared:>6} bytes shared, {stack} bytes of stack"
-        )
+        cells = found.setdefault(readable(name), {"shared": shared})
+        # What is on the stack was meant for registers.
+        cells[arch] = registers if stack == "0" else f"{registers}+{stack}"
+    columns = list(dict.fromkeys(name for cells in found.values() for name in cells))
+    yield "CUDA kernels as compiled: bytes of shared memory, registers on every architecture"
+    yield f"  {'':<40}" + "".join(f"{name:>8}" for name in columns)
+    for kernel, cells in sorted(found.items()):
+        yield f"  {kernel:<40}" + "".join(f"{cells.get(name, ''):>8}" for name in columns)
+
+
+if __name__ == "__main__":
+    for line in lines():
+        print(line)

@@ -184,6 +184,8 @@ class Result:
         default_factory=dict
     )  # 32-byte global sectors, 'ld' / 'st', with profile=True
     instructions: int = 0  # interpreter steps (CTA-wide instructions)
+    executed: set = field(default_factory=set)  # instructions, by their number in the kernel
+    branched: set = field(default_factory=set)  # (branch, taken): what some thread did there
     ctas: int = 0
     seconds: float = 0.0
 
@@ -418,45 +420,43 @@ class Kernel:
             )
         return None
 
-    def without(self, pc, watch=False):
-        """This kernel with instruction `pc` left out: what a test of tests runs.
+    def changed(self, changes):
+        """This kernel with some instructions changed: what a test of tests runs.
 
-        `watch`: instead of being left out, the instruction raises PtxError when a thread executes
-        it, or if it is a branch takes it; so one learns whether it matters at all.
+        changes: {pc: how}; 'out' leaves the instruction out, 'taken' makes a branch unconditional,
+        'true' makes the predicate that the instruction computes true.
         """
         if not self._compiled:
-            raise PtxError(f"{self.name}: launch the kernel as it is before leaving something out")
-        ins = self.prog.instrs[pc]
+            raise PtxError(f"{self.name}: launch the kernel as it is before changing something")
         other = copy.copy(self)
         other.prog = copy.copy(self.prog)
-        other.prog.instrs = list(self.prog.instrs)
-        other.prog.instrs[pc] = parser.Instr(
-            "membar", ("cta",), [], None, ins.line, f"(left out) {ins.text}", pc=pc, src=ins.src
-        )
-
-        def left_out(s, m):
-            if not watch:
-                return
-            act = np.ones(s.n, bool) if m is None else m
-            if ins.guard is not None:
-                g = s.R[ins.guard[0].idx]
-                act = act & (~g if ins.guard[1] else g)
-            if np.count_nonzero(act):
-                raise PtxError(f"PTX line {ins.line}: `{ins.text}` is executed")
-
-        other._compiled = {}
-        for n in self._compiled:
-            c, fns, sync, ctl = self._compiled[n]
-            fns = [*fns[:pc], left_out, *fns[pc + 1 :]]
-            other._compiled[n] = (
-                c,
-                fns,
-                {k: v for k, v in sync.items() if k != pc},
-                {k: v for k, v in ctl.items() if k != pc},
+        instrs = other.prog.instrs = list(self.prog.instrs)
+        other._compiled = {
+            n: (c, list(fns), dict(sync), dict(ctl))
+            for n, (c, fns, sync, ctl) in self._compiled.items()
+        }
+        for pc, how in changes.items():
+            ins = instrs[pc]
+            if how == "taken":
+                instrs[pc] = copy.copy(ins)
+                instrs[pc].guard = None
+                continue
+            text = f"({how}) {ins.text}"
+            instrs[pc] = parser.Instr(
+                "membar", ("cta",), [], None, ins.line, text, pc=pc, src=ins.src
             )
+            for c, fns, sync, ctl in other._compiled.values():
+                fns[pc] = self._set_true(c, ins) if how == "true" else lambda s, m: None
+                sync.pop(pc, None)
+                ctl.pop(pc, None)
         other.full_next = other._next(is_control)
         other.div_next = other._next(lambda i: is_control(i) or is_sync(i))
         return other
+
+    @staticmethod
+    def _set_true(c, ins):
+        write = c.dst(ins.args[0], "pred", ins)
+        return lambda s, m: write(s.R, m, np.ones(s.n, bool))
 
     def unsupported(self):
         """[(line, message)] of everything in this kernel the interpreter cannot execute."""
@@ -913,6 +913,11 @@ class Launch:
         if ins.op == "bra":
             pc[grp] = e + 1
             pc[act] = ins.target
+            took = np.count_nonzero(act)
+            if took:
+                self.res.branched.add((e, True))
+            if took < k:
+                self.res.branched.add((e, False))
             if self.steps - self.steps0 > self.max_steps:
                 raise PtxError(
                     f"{self.name}: more than max_steps={self.max_steps} steps (endless loop?) near PTX line {ins.line}"
@@ -1056,6 +1061,7 @@ class Launch:
             w += self.wdiff[i]
             t += self.tdiff[i]
             if w:
+                self.res.executed.add(i)
                 k = classify(ins)
                 self.res.counts[k] = self.res.counts.get(k, 0) + w
                 self.res.thread_counts[k] = self.res.thread_counts.get(k, 0) + t

@@ -128,6 +128,7 @@ class Instr:
     target: object = None  # branch target pc(s)
     pc: int = -1
     src: str = ""  # source position from .loc, 'file:line'
+    caller: str = ""  # where the function was called that `src` is in, if it was inlined
 
     @property
     def opcode(self):
@@ -482,7 +483,7 @@ class _Body:
         self.fshared = {}  # (function, name) -> Var
         self.shared_seen = set()
         self.uid = 0
-        self.loc = ""
+        self.loc = self.caller = ""
         self.labels = {}
         self.tables = {}
 
@@ -509,7 +510,7 @@ class _Body:
         )
 
     def emit(self, ins):
-        ins.src = self.loc
+        ins.src, ins.caller = self.loc, self.caller
         self.instrs.append(ins)
 
     def new_reg(self, typ, name):
@@ -601,7 +602,14 @@ class _Body:
                 if v == ".loc":
                     f = number(t[i + 1][1])
                     self.loc = f"{m.files.get(f, f)}:{t[i + 2][1]}"
-                i = m.skip_line(i)
+                after = m.skip_line(i)
+                words = [word for _, word, *_ in t[i:after]]
+                if v == ".loc":
+                    self.caller = ""
+                    if "inlined_at" in words:
+                        f, line = words[words.index("inlined_at") + 1 :][:2]
+                        self.caller = f"{m.files.get(number(f), f)}:{line}"
+                i = after
             elif v == ".pragma":
                 while t[i][1] != ";":
                     i += 1
