@@ -35,10 +35,16 @@ class PtxRun:
         with launching_by(self):
             return function(*args)
 
-    def bytes_moved(self) -> int:
-        """Global bytes of all launches."""
+    def bytes_moved(self, without: tuple[str, ...] = ()) -> int:
+        """Global memory of all launches but those of the named kernels; needs profile=True.
+
+        In sectors of 32 bytes, which is what memory moves: lanes of a warp that read the same
+        numbers share them, and a lone number costs a whole one.
+        """
         return sum(
-            count for _, r in self.results for space, count in r.bytes.items() if "global" in space
+            32 * sum(result.sectors.values())
+            for name, result in self.results
+            if name not in without
         )
 
 

@@ -25,7 +25,7 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 _TYPES = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -109,6 +109,7 @@ def compile_for(launch: Launch, target: str) -> CompiledKernel:
     fixed = dict(launch.fixed)
     if TARGETS[target].backend == "hip" and "PRECISION" in fixed:
         fixed["PRECISION"] = "ieee"  # as launch.precision says there
+        fixed.pop("maxnreg", None)
     launch = Launch(launch.kernel, launch.grid, launch.args, fixed)
     options = {name: fixed[name] for name in OPTIONS if name in fixed}
     return triton.compile(source_of(launch), target=TARGETS[target], options=options)

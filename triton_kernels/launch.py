@@ -1,7 +1,8 @@
 """Launch parameters: a small table, chosen from the compiled kernels' registers and shared memory.
 
 `python -m boltzattn.info --kernels` prints what each entry costs on each architecture. Nothing is
-tuned at run time, so the first call is not slow and results do not depend on a timer.
+tuned at run time unless `autotune` is asked to, so the first call is not slow and results do not
+depend on a timer.
 """
 
 from __future__ import annotations
@@ -68,6 +69,15 @@ def precision(device: torch.device) -> str:
     return "ieee" if torch.version.hip and device.type == "cuda" else "tf32x3"
 
 
+tuned: dict[tuple, Any] = {}  # entries of the tables that `autotune` has replaced
+asked: set[tuple] = set()  # entries that launches have asked for
+
+
+def _entry(key: tuple, default: Any) -> Any:
+    asked.add(key)
+    return tuned.get(key, default)
+
+
 class DirectTile(NamedTuple):
     """Sizes of a program of `direct`."""
 
@@ -123,9 +133,8 @@ def direct_options(kernel: str, dtype: torch.dtype, rank: int, dv: int, how: str
     """Everything that is fixed at compile time but the problem itself."""
     columns = column_block(dtype, dv)
     table = _SINGLE if dtype == torch.float32 else _HALF
-    tile = table[kernel][columns][rank > 1]
-    if INTERPRETED:
-        tile = _INTERPRETED
+    tile = _INTERPRETED if INTERPRETED else table[kernel][columns][rank > 1]
+    tile = _entry(("direct", kernel, dtype == torch.float32, columns, rank > 1), tile)
     return {
         "BLOCK_Q": tile.BLOCK_Q,
         "BLOCK_K": tile.BLOCK_K,
@@ -148,32 +157,52 @@ class TokenTile(NamedTuple):
 
     TILE: int
     num_warps: int
+    maxnreg: int | None = None  # registers of a thread
 
 
-# Moments and evaluation stay below 128 registers: a quarter of the threads that fit at most.
+# By kernel and whether the numbers are fp32. Moments and evaluation stay below 128 registers: a
+# quarter of the threads that fit at most.
 _TOKENS = {
-    "moments": TokenTile(16, 4),
-    "evaluate": TokenTile(32, 4),
-    "query_gradient": TokenTile(16, 8),
-    "key_gradient": TokenTile(32, 8),
+    ("moments", False): TokenTile(64, 2, 128),
+    ("evaluate", False): TokenTile(128, 4, 128),
+    ("query_gradient", False): TokenTile(64, 4),
+    ("key_gradient", False): TokenTile(64, 4),
+    ("moments", True): TokenTile(16, 4, 128),
+    ("evaluate", True): TokenTile(32, 4, 128),
+    ("query_gradient", True): TokenTile(16, 8),
+    ("key_gradient", True): TokenTile(32, 8),
 }
 
 
 def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int, how: str) -> dict[str, Any]:
     """What a pass over tokens has fixed at compile time."""
-    tile = _TOKENS[kernel]
-    return {
+    tile = TokenTile(64, 4) if INTERPRETED else _TOKENS[kernel, dtype == torch.float32]
+    tile = _entry(("transform", kernel, dtype == torch.float32), tile)
+    # Tables of half precision need no more digits than two bf16 numbers have. AMD and the
+    # interpreter know no such product.
+    narrow = dtype != torch.float32 and how == "tf32x3" and not INTERPRETED
+    fixed = {
         "CHUNK": CHUNK,
-        "TILE": 64 if INTERPRETED else tile.TILE,
+        "TILE": tile.TILE,
         "BLOCK_DV": column_block(dtype, dv),
         "NODES": nodes,
         # Half precision is not worth a weight's last digits.
         "WORK": tl.float64 if dtype == torch.float32 else tl.float32,
-        "PRECISION": how,
+        "PRECISION": "bf16x3" if narrow else how,
         "num_warps": tile.num_warps,
-        "num_stages": 2,
+        "num_stages": 1,
         "enable_fp_fusion": False,
     }
+    if tile.maxnreg and how != "ieee":  # AMD's compiler takes no such limit
+        fixed["maxnreg"] = tile.maxnreg
+    if kernel in ("moments", "query_gradient"):
+        fixed["DOT"] = tl.float32 if INTERPRETED else _DOT[dtype]
+    return fixed
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What WORK is, of places and of sums over a chunk."""
+    return torch.float64 if dtype == torch.float32 else torch.float32
 
 
 def node_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
@@ -197,5 +226,18 @@ def project_options(dtype: torch.dtype, outputs: int, how: str) -> dict[str, Any
         "PRECISION": how,
         "num_warps": 4,
         "num_stages": 2,
+        "enable_fp_fusion": False,
+    }
+
+
+def product_options(how: str) -> dict[str, Any]:
+    """What the products of `layer` have."""
+    return {
+        "BLOCK_ROWS": 32,
+        "BLOCK_COLUMNS": 32,
+        "BLOCK_INNER": 32,
+        "PRECISION": how,
+        "num_warps": 4,
+        "num_stages": 1,
         "enable_fp_fusion": False,
     }
