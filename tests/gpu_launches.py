@@ -1,4 +1,4 @@
-"""Launches of Triton kernels without a GPU: recorded, or run from their compiled PTX by ptxrun."""
+"""Launches of Triton kernels without a GPU: their compiled PTX is run by ptxrun."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ from typing import Any
 import ptxrun
 from boltzattn.triton_kernels.compilation import Launch, compile_for, specialisation
 from boltzattn.triton_kernels.launch import launching_by
-
-
-def recorded(function: Callable, *args: Any) -> list[Launch]:
-    """What function(*args) would launch; nothing runs, so its results are uninitialised."""
-    launches: list[Launch] = []
-    with launching_by(lambda *launch: launches.append(Launch(*launch))):
-        function(*args)
-    return launches
 
 
 class PtxRun:

@@ -17,6 +17,7 @@ from boltzattn.triton_kernels.compilation import (
     TARGETS,
     Launch,
     compile_for,
+    launches_for,
     occupancy,
     resources_of,
     specialisation,
@@ -24,13 +25,15 @@ from boltzattn.triton_kernels.compilation import (
 from boltzattn.triton_kernels.layout import PRECISIONS, RANGE_BLOCK, most_panels
 from boltzattn.triton_kernels.project import project
 from errors import CERTIFIED, assert_accurate, error_of
-from gpu_launches import PtxRun, recorded
+from gpu_launches import PtxRun
 from oracle import eagers, largest, magnitudes, oracle
 from torch import Tensor
 
 # Largest shared memory of a program, in bytes.
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10}
 SHARED["gfx942"] = 64 << 10
+NVIDIA = ("sm_80", "sm_90", "sm_100", "sm_120")
+FP64_PRODUCTS = ("core_kernel", "adjoint_kernel")  # on matrix units of the first two only
 METHODS = {
     "direct": (direct.direct_forward, direct.direct_backward),
     "transform": (transform.transform_forward, transform.transform_backward),
@@ -45,9 +48,10 @@ def tensors_of(
 
 
 def launches_of(
-    method: str, dtype: torch.dtype, rank: int, dv: int, n: int = 4096, masked: bool = False
+    target: str, method: str, dtype: torch.dtype, rank: int, dv: int, masked: bool
 ) -> list[Launch]:
-    """Everything forward and backward launch, one of each specialisation."""
+    """Everything that forward and backward launch, one of each specialisation."""
+    n = 4096
     query, key, value, grad_out = tensors_of(dtype, n, n, rank, dv, heads=2)
     masks: tuple[Any, ...] = (None, None, None)
     if masked:
@@ -56,32 +60,35 @@ def launches_of(
     options = (*masks, 0.7, 0.0, masked and method == "direct")
     forward, backward = METHODS[method]
     out, lse = torch.empty(2, n, dv, dtype=dtype), torch.empty(2, n, dtype=torch.float64)
-    launches = recorded(forward, query, key, value, *options)
-    launches += recorded(backward, grad_out, lse, query, key, value, out, lse, *options)
+    launches = launches_for(target, forward, query, key, value, *options)
+    for grad_lse in (lse, None):
+        tensors = (grad_out, grad_lse, query, key, value, out, lse)
+        launches += launches_for(target, backward, *tensors, *options)
     return list({specialisation(launch): launch for launch in launches}.values())
 
 
 def assert_fits(launch: Launch, target: str) -> None:
     compiled = compile_for(launch, target)
     resources = resources_of(compiled)
-    assert resources.spilled == 0, resources
-    assert resources.shared <= SHARED[target], resources
-    if "PRECISION" in launch.fixed and target.startswith("sm"):
-        assert "mma" in compiled.asm["ptx"], "no matrix instructions"
+    assert resources.spilled == 0, (launch.name, resources)
+    assert resources.shared <= SHARED[target], (launch.name, resources)
+    on_matrix_units = NVIDIA[:2] if launch.name in FP64_PRODUCTS else NVIDIA
+    if "PRECISION" in launch.fixed and target in on_matrix_units:
+        assert "mma" in compiled.asm["ptx"], f"{launch.name}: no matrix instructions"
 
 
-def project_launches(dtype: torch.dtype, width: int, outputs: int) -> list[Launch]:
+def project_launches(target: str, dtype: torch.dtype, width: int, outputs: int) -> list[Launch]:
     x, weight = torch.empty(2, 4096, width, dtype=dtype), torch.empty(outputs, width, dtype=dtype)
-    return recorded(project, x, weight, torch.empty(outputs, dtype=dtype))
+    return launches_for(target, project, x, weight, torch.empty(outputs, dtype=dtype))
 
 
-def layer_launches(dtype: torch.dtype, width: int) -> list[Launch]:
+def layer_launches(target: str, dtype: torch.dtype, width: int) -> list[Launch]:
     """Forward and backward with two heads, values and outputs as wide as the tokens."""
     query, key = torch.empty(2, 1, 2, 4096, 1, dtype=dtype)
     x, weight = torch.empty(1, 4096, width, dtype=dtype), torch.empty(2, width, width, dtype=dtype)
     tensors = (query, key, x, weight)
-    launches = recorded(layer.layer_forward, *tensors, None, None, None, 1.0)
-    launches += recorded(layer.layer_backward, x, *tensors, None, 1.0)
+    launches = launches_for(target, layer.layer_forward, *tensors, None, None, None, 1.0)
+    launches += launches_for(target, layer.layer_backward, x, *tensors, None, 1.0)
     return list({specialisation(launch): launch for launch in launches}.values())
 
 
@@ -132,13 +139,13 @@ def case_name(case: Case) -> str:
     ],
 )
 def test_fits_into_registers(case: Case, target: str) -> None:
-    method, dtype, rank, dv, masked = case
+    method, dtype, rank, dv, _ = case
     if method == "project":
-        launches = project_launches(dtype, dv, rank)
+        launches = project_launches(target, dtype, dv, rank)
     elif method == "layer":
-        launches = layer_launches(dtype, dv)
+        launches = layer_launches(target, dtype, dv)
     else:
-        launches = launches_of(method, dtype, rank, dv, masked=masked)
+        launches = launches_of(target, *case)
     for launch in launches:
         assert_fits(launch, target)
 
@@ -146,8 +153,7 @@ def test_fits_into_registers(case: Case, target: str) -> None:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_occupancy_of_the_token_passes(target: str) -> None:
     """At least a quarter of the threads a multiprocessor can hold, at dv = 64."""
-    launches = launches_of("transform", torch.bfloat16, 1, 64)
-    for launch in launches:
+    for launch in launches_of(target, "transform", torch.bfloat16, 1, 64, False):
         if launch.name in ("moments_kernel", "evaluate_kernel"):
             share = occupancy(resources_of(compile_for(launch, target)), target)
             assert share >= 0.25, f"{launch.name}: {share:.3f}"

@@ -33,6 +33,7 @@ def _start(kernel: Any, grid: tuple[int, ...], args: tuple, fixed: dict[str, Any
 
 
 _launcher: ContextVar[Callable] = ContextVar("launcher", default=_start)
+_as_on_amd: ContextVar[bool] = ContextVar("as_on_amd", default=torch.version.hip is not None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> None:
@@ -42,13 +43,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> None
 
 
 @contextlib.contextmanager
-def launching_by(launcher: Callable) -> Iterator[None]:
+def launching_by(launcher: Callable, as_on_amd: bool = False) -> Iterator[None]:
     """Within the block, launcher(kernel, grid, args, fixed) is called in place of the GPU."""
-    token = _launcher.set(launcher)
+    tokens = _launcher.set(launcher), _as_on_amd.set(as_on_amd)
     try:
         yield
     finally:
-        _launcher.reset(token)
+        _launcher.reset(tokens[0])
+        _as_on_amd.reset(tokens[1])
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager:
@@ -61,12 +63,12 @@ def column_block(dtype: torch.dtype, dv: int) -> int:
     return min(WIDEST[dtype], max(LEAST, 1 << (dv - 1).bit_length()))
 
 
-def precision(device: torch.device) -> str:
+def precision() -> str:
     """How fp32 matrices are multiplied: three tf32 products, as one alone would lose 13 bits.
 
     AMD's matrix units take fp32 as it is.
     """
-    return "ieee" if torch.version.hip and device.type == "cuda" else "tf32x3"
+    return "ieee" if _as_on_amd.get() else "tf32x3"
 
 
 tuned: dict[tuple, Any] = {}  # entries of the tables that `autotune` has replaced
@@ -125,15 +127,29 @@ _SINGLE: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
         64: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
     },
 }
+# Whatever the width: what AMD's compiler takes registers for is the scores.
+_AMD = {
+    "forward": DirectTile(64, 16, 4),
+    "query_gradient": DirectTile(64, 16, 4),
+    "key_gradient": DirectTile(16, 32, 4),
+}
 # An operation costs the interpreter the same for small and for large blocks.
 _INTERPRETED = DirectTile(128, 128, 4)
 
 
-def direct_options(kernel: str, dtype: torch.dtype, rank: int, dv: int, how: str) -> dict[str, Any]:
+def _direct_tile(kernel: str, dtype: torch.dtype, rank: int, columns: int) -> DirectTile:
+    if INTERPRETED:
+        return _INTERPRETED
+    if _as_on_amd.get():
+        return _AMD[kernel]
+    table = _SINGLE if dtype == torch.float32 else _HALF
+    return table[kernel][columns][rank > 1]
+
+
+def direct_options(kernel: str, dtype: torch.dtype, rank: int, dv: int) -> dict[str, Any]:
     """Everything that is fixed at compile time but the problem itself."""
     columns = column_block(dtype, dv)
-    table = _SINGLE if dtype == torch.float32 else _HALF
-    tile = _INTERPRETED if INTERPRETED else table[kernel][columns][rank > 1]
+    tile = _direct_tile(kernel, dtype, rank, columns)
     tile = _entry(("direct", kernel, dtype == torch.float32, columns, rank > 1), tile)
     return {
         "BLOCK_Q": tile.BLOCK_Q,
@@ -141,7 +157,7 @@ def direct_options(kernel: str, dtype: torch.dtype, rank: int, dv: int, how: str
         "BLOCK_DV": columns,
         # The interpreter multiplies no bf16.
         "DOT": tl.float32 if INTERPRETED else _DOT[dtype],
-        "PRECISION": how,
+        "PRECISION": precision(),
         "num_warps": tile.num_warps,
         "num_stages": 2,
         # Weights are rebuilt in backward from the same scores: every operation is as written.
@@ -157,30 +173,29 @@ class TokenTile(NamedTuple):
 
     TILE: int
     num_warps: int
-    maxnreg: int | None = None  # registers of a thread
 
 
 # By kernel and whether the numbers are fp32. Moments and evaluation stay below 128 registers: a
 # quarter of the threads that fit at most.
 _TOKENS = {
-    ("moments", False): TokenTile(64, 2, 128),
-    ("evaluate", False): TokenTile(128, 4, 128),
-    ("query_gradient", False): TokenTile(64, 4),
+    ("moments", False): TokenTile(32, 4),
+    ("evaluate", False): TokenTile(64, 4),
+    ("query_gradient", False): TokenTile(32, 4),
     ("key_gradient", False): TokenTile(64, 4),
-    ("moments", True): TokenTile(16, 4, 128),
-    ("evaluate", True): TokenTile(32, 4, 128),
+    ("moments", True): TokenTile(16, 4),
+    ("evaluate", True): TokenTile(32, 4),
     ("query_gradient", True): TokenTile(16, 8),
     ("key_gradient", True): TokenTile(32, 8),
 }
 
 
-def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int, how: str) -> dict[str, Any]:
+def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
     """What a pass over tokens has fixed at compile time."""
     tile = TokenTile(64, 4) if INTERPRETED else _TOKENS[kernel, dtype == torch.float32]
     tile = _entry(("transform", kernel, dtype == torch.float32), tile)
     # Tables of half precision need no more digits than two bf16 numbers have. AMD and the
     # interpreter know no such product.
-    narrow = dtype != torch.float32 and how == "tf32x3" and not INTERPRETED
+    narrow = dtype != torch.float32 and not _as_on_amd.get() and not INTERPRETED
     fixed = {
         "CHUNK": CHUNK,
         "TILE": tile.TILE,
@@ -188,13 +203,11 @@ def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int, how: str
         "NODES": nodes,
         # Half precision is not worth a weight's last digits.
         "WORK": tl.float64 if dtype == torch.float32 else tl.float32,
-        "PRECISION": "bf16x3" if narrow else how,
+        "PRECISION": "bf16x3" if narrow else precision(),
         "num_warps": tile.num_warps,
         "num_stages": 1,
         "enable_fp_fusion": False,
     }
-    if tile.maxnreg and how != "ieee":  # AMD's compiler takes no such limit
-        fixed["maxnreg"] = tile.maxnreg
     if kernel in ("moments", "query_gradient"):
         fixed["DOT"] = tl.float32 if INTERPRETED else _DOT[dtype]
     return fixed
@@ -216,27 +229,27 @@ def node_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
     }
 
 
-def project_options(dtype: torch.dtype, outputs: int, how: str) -> dict[str, Any]:
+def project_options(dtype: torch.dtype, outputs: int) -> dict[str, Any]:
     """What the projection has fixed at compile time."""
     return {
         "BLOCK": 64,
         "BLOCK_OUT": min(64, max(LEAST, 1 << (outputs - 1).bit_length())),
         "BLOCK_K": 32 if dtype == torch.float32 else 64,
         "DOT": tl.float32 if INTERPRETED else _DOT[dtype],
-        "PRECISION": how,
+        "PRECISION": precision(),
         "num_warps": 4,
         "num_stages": 2,
         "enable_fp_fusion": False,
     }
 
 
-def product_options(how: str) -> dict[str, Any]:
+def product_options() -> dict[str, Any]:
     """What the products of `layer` have."""
     return {
         "BLOCK_ROWS": 32,
         "BLOCK_COLUMNS": 32,
         "BLOCK_INNER": 32,
-        "PRECISION": how,
+        "PRECISION": precision(),
         "num_warps": 4,
         "num_stages": 1,
         "enable_fp_fusion": False,

@@ -26,7 +26,7 @@ from boltzattn.triton_kernels.heads import (
     strided,
     transposed,
 )
-from boltzattn.triton_kernels.launch import cdiv, launch, on_device, precision, product_options
+from boltzattn.triton_kernels.launch import cdiv, launch, on_device, product_options
 from boltzattn.triton_kernels.layout import QUERY_PANELS
 from torch import Tensor
 
@@ -64,7 +64,7 @@ def product_kernel(
 def _product(a: Tensor, b: Tensor, served: Tensor, out: Tensor) -> None:
     """out[i] = a[i] b[i]^T wherever served[i] is 0."""
     batch, rows, columns = out.shape
-    fixed = product_options(precision(a.device))
+    fixed = product_options()
     grid = batch * cdiv(rows, fixed["BLOCK_ROWS"]), cdiv(columns, fixed["BLOCK_COLUMNS"])
     sizes = rows, columns, a.shape[-1]
     lead = batch, 1, batch

@@ -9,23 +9,22 @@ the memory and the arithmetic of a GPU would allow at best. No GPU was asked.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from boltzattn import cuda_report
-from boltzattn.triton_kernels import direct, transform
+from boltzattn.triton_kernels import direct, layer, transform
 from boltzattn.triton_kernels.compilation import (
-    MULTIPROCESSORS,
     TARGETS,
     Launch,
     compile_for,
+    launches_for,
     occupancy,
     resources_of,
     specialisation,
 )
-from boltzattn.triton_kernels.launch import CHUNK, launching_by
+from boltzattn.triton_kernels.launch import CHUNK
 from boltzattn.triton_kernels.layout import NODES, RANGE_BLOCK
 from boltzattn.triton_kernels.project import project
 
@@ -35,6 +34,7 @@ SECTOR = 32  # bytes that memory moves at least
 PANELS = 16  # in use, at ordinary temperatures
 PAIR = 30  # fp32 operations of a query and a key in `direct`: score, exponential, sums
 SPLIT = 3  # products of parts that make one of fp32
+PARTS = ("transform forward", "transform backward", "direct", "layer", "projection")
 
 
 class GPU(NamedTuple):
@@ -103,34 +103,41 @@ def least_operations(dv: int) -> int:
 
 
 class Launches(NamedTuple):
-    forward: list[Launch]
+    forward: list[Launch]  # of the transform
     backward: list[Launch]
     direct: list[Launch]
+    layer: list[Launch]  # what it has beside the transform
     project: list[Launch]
 
 
-def launches() -> Launches:
-    """Of each, one of every specialisation; the direct kernels that stand behind a transform are
-    listed once, as those of `direct`."""
+def launches(target: str) -> Launches:
+    """What calls launch there; the direct kernels that stand behind a transform are listed once, as
+    those of `direct`."""
     query = key = torch.empty(1, N, 1, dtype=DTYPE)
     value = grad_out = out = torch.empty(1, N, DV, dtype=DTYPE)
     lse = torch.empty(1, N, dtype=torch.float64)
     options = (None, None, None, 1.0, 0.0, False)
     x, weight = torch.empty(1, N, WIDTH, dtype=DTYPE), torch.empty(OUTPUTS, WIDTH, dtype=DTYPE)
-    found: list[Launch] = []
-    ends = []
-    with launching_by(lambda *launch: found.append(Launch(*launch))):
-        transform.transform_forward(query, key, value, *options)
-        ends.append(len(found))
-        transform.transform_backward(grad_out, None, query, key, value, out, lse, *options)
-        ends.append(len(found))
-        direct.direct_forward(query, key, value, *options)
-        direct.direct_backward(grad_out, None, query, key, value, out, lse, *options)
-        ends.append(len(found))
-        project(x, weight, None)
-    forward, backward, pairs = found[: ends[0]], found[ends[0] : ends[1]], found[ends[1] : ends[2]]
-    own = [[x for x in some if "BLOCK_Q" not in x.fixed] for some in (forward, backward)]
-    return Launches(own[0], own[1], pairs, found[ends[2] :])
+    backward = grad_out, None, query, key, value, out, lse, *options
+    in_layer = query[None], key[None], value, value.new_empty(1, DV, DV), None, None, None, 1.0
+    return Launches(
+        _without_pairs(
+            launches_for(target, transform.transform_forward, query, key, value, *options)
+        ),
+        _without_pairs(launches_for(target, transform.transform_backward, *backward)),
+        launches_for(target, direct.direct_forward, query, key, value, *options)
+        + launches_for(target, direct.direct_backward, *backward),
+        [
+            x
+            for x in launches_for(target, layer.layer_forward, *in_layer)
+            if x.kernel is layer.product_kernel
+        ],
+        launches_for(target, project, x, weight, None),
+    )
+
+
+def _without_pairs(some: list[Launch]) -> list[Launch]:
+    return [launch for launch in some if "BLOCK_Q" not in launch.fixed]
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -142,22 +149,28 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str
         yield f"| {' | '.join(row)} |"
 
 
-def resources(found: Launches) -> Iterator[list[str]]:
-    """Rows of what each kernel takes of each architecture."""
-    for launch in {specialisation(x): x for x in itertools.chain(*found)}.values():
-        for target in TARGETS:
-            taken = resources_of(compile_for(launch, target))
-            share = f"{occupancy(taken, target):.0%}" if target in MULTIPROCESSORS else ""
-            method = "direct " if "BLOCK_Q" in launch.fixed else ""
-            axis = {True: " (keys)", False: " (queries)"}.get(launch.fixed.get("IS_KEY"), "")
-            yield [
-                f"{method}{launch.name.removesuffix('_kernel')}{axis}",
-                target,
-                str(taken.registers),
-                str(taken.shared),
-                str(taken.spilled),
-                share,
-            ]
+def kernels(found: Launches) -> dict[str, Launch]:
+    """One launch of every specialisation, by the call it is part of and its name."""
+    seen: set[str] = set()
+    named: dict[str, Launch] = {}
+    for part, some in zip(PARTS, found, strict=True):
+        for launch in some:
+            axis = {True: ", keys", False: ", queries"}.get(launch.fixed.get("IS_KEY"), "")
+            key = specialisation(launch)
+            if key not in seen:
+                seen.add(key)
+                named[f"{part}: {launch.name.removesuffix('_kernel')}{axis}"] = launch
+    return named
+
+
+def resources(target: str) -> dict[str, str]:
+    """What each kernel takes of an architecture, in words."""
+    found = {}
+    for name, launch in kernels(launches(target)).items():
+        taken = resources_of(compile_for(launch, target))
+        share = f"{occupancy(taken, target):.0%}"
+        found[name] = f"{taken.registers}, {taken.shared}, {taken.spilled}, {share}"
+    return found
 
 
 def passes(some: list[Launch], size: int) -> Iterator[tuple[str, Work]]:
@@ -192,12 +205,15 @@ def traffic(some: list[Launch], size: int, least: Work) -> Iterator[list[str]]:
 def lines() -> Iterator[str]:
     """The report, line by line as it is found: compiling takes a while."""
     size = torch.empty(0, dtype=DTYPE).element_size()
-    found = launches()
+    found = launches("sm_80")
     dtype = str(DTYPE).removeprefix("torch.")
-    yield f"Triton kernels, {dtype}, rank 1, dv {DV}, from the compiled binaries:"
+    yield f"Triton kernels, {dtype}, rank 1, dv {DV}, from the compiled binaries: registers of a"
+    yield "thread, bytes of shared memory of a program, bytes that a thread spills, and the share"
+    yield "of a multiprocessor's threads that fit at once:"
     yield ""
-    columns = ("kernel", "architecture", "registers", "shared bytes", "spilled", "occupancy")
-    yield from table(columns, resources(found))
+    taken = {target: resources(target) for target in TARGETS}
+    rows = [[name, *(taken[target][name] for target in TARGETS)] for name in taken["sm_80"]]
+    yield from table(("kernel", *TARGETS), rows)
     columns = ("kernel", "bytes", "operations", *(f"{gpu}, us" for gpu in GPUS))
     n = f"n = {N}, one head; modelled, not measured"
     forward = Work(least_forward_bytes(DV, size), least_operations(DV))

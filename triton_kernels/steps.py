@@ -10,16 +10,8 @@ from typing import Any
 
 import torch
 from boltzattn.layout import LARGEST_PRODUCT
-from boltzattn.triton_kernels.core import (
-    adjoint_kernel,
-    certify_kernel,
-    core_kernel,
-)
-from boltzattn.triton_kernels.heads import (
-    lead_of,
-    split,
-    strided,
-)
+from boltzattn.triton_kernels.core import adjoint_kernel, certify_kernel, core_kernel
+from boltzattn.triton_kernels.heads import lead_of, split, strided
 from boltzattn.triton_kernels.launch import (
     CHUNK,
     cdiv,
@@ -61,6 +53,7 @@ class Axis:
     n: int
     scale: tuple[float, float]
     panels: int  # at most
+    panels_field: int  # of a layout: how many are in use
     blocks: int
     bins: int
     counts: Tensor
@@ -102,14 +95,6 @@ class Call:
     node_slopes: Tensor | None
     mean_gaps: Tensor | None
     dtype: torch.dtype
-    how: str  # matrices of fp32 are multiplied
-
-    def tokens(self, kernel: str, dv: int) -> dict[str, Any]:
-        return token_options(kernel, self.dtype, dv, NODES, self.how)
-
-    @property
-    def nodes(self) -> dict[str, Any]:
-        return node_options(self.dtype, self.dv, NODES)
 
 
 def heads_of(call: Call, heads: slice, value: tuple, lead: tuple[int, int, int]) -> Call:
@@ -167,28 +152,27 @@ def sort(
         LEVELS=RANGE_BLOCK.bit_length() - 1,
         **fixed,
     )
-    return Axis(n, scale, panels, blocks, bins, counts, ends, order, places, numbers)
+    field = KEY_PANELS.value if is_key else QUERY_PANELS.value
+    return Axis(n, scale, panels, field, blocks, bins, counts, ends, order, places, numbers)
 
 
 def sum_parts(
-    call_served: Tensor,
-    layout: Tensor,
     axis: Axis,
-    field: int,
+    layout: Tensor,
+    served: Tensor,
     parts: Tensor,
     part_totals: Tensor,
-    dv: int,
     by_node: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Parts added up: [heads, panels, NODES, dv] and [heads, panels, NODES], fp64."""
-    heads, slots = parts.shape[:2]
+    heads, slots, _, dv = parts.shape
     sums = part_totals.new_empty(heads, axis.panels, NODES, dv)
     totals = part_totals.new_empty(heads, axis.panels, NODES)
     launch(
         reduce_kernel,
         (heads * axis.panels, cdiv(dv, by_node["BLOCK_DV"])),
         layout,
-        call_served,
+        served,
         axis.counts,
         axis.ends,
         parts,
@@ -199,7 +183,7 @@ def sum_parts(
         axis.blocks,
         slots,
         axis.panels,
-        PANELS_FIELD=field,
+        PANELS_FIELD=axis.panels_field,
         BINS=axis.bins,
         CHUNK=CHUNK,
         **by_node,
@@ -249,6 +233,40 @@ def layouts(
     return layout, served
 
 
+def moments(
+    axis: Axis,
+    value: tuple,
+    lead: tuple[int, int, int],
+    dv: int,
+    layout: Tensor,
+    served: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Sums of value - end value and of ones onto the key nodes."""
+    by_token = token_options("moments", dtype, dv, NODES)
+    parts = layout.new_empty(lead[0], axis.slots, NODES, dv, dtype=work_dtype(dtype))
+    part_totals = layout.new_empty(lead[0], axis.slots, NODES)
+    launch(
+        moments_kernel,
+        (lead[0] * axis.slots, cdiv(dv, by_token["BLOCK_DV"])),
+        value,
+        layout,
+        served,
+        *axis.sorted,
+        parts,
+        part_totals,
+        lead,
+        axis.n,
+        dv,
+        axis.blocks,
+        axis.slots,
+        BINS=axis.bins,
+        **by_token,
+    )
+    by_node = node_options(dtype, dv, NODES)
+    return sum_parts(axis, layout, served, parts, part_totals, by_node)
+
+
 def prepare(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float, slopes: bool
 ) -> Call:
@@ -266,39 +284,8 @@ def prepare(
     by_query = sort(q, None, layout, served, lead, n_q, split(scale), query_panels, False)
     by_key = sort(k, mask, layout, served, lead, n_k, (1.0, 0.0), key_panels, True)
 
-    how = precision(query.device)
-    by_token = token_options("moments", query.dtype, dv, NODES, how)
     by_node = node_options(query.dtype, dv, NODES)
-    slots = by_key.slots
-    parts = new(heads, slots, NODES, dv, dtype=work_dtype(query.dtype))
-    part_totals = new(heads, slots, NODES)
-    launch(
-        moments_kernel,
-        (heads * slots, cdiv(dv, by_token["BLOCK_DV"])),
-        v,
-        layout,
-        served,
-        *by_key.sorted,
-        parts,
-        part_totals,
-        lead,
-        n_k,
-        dv,
-        by_key.blocks,
-        slots,
-        BINS=by_key.bins,
-        **by_token,
-    )
-    sums, totals = sum_parts(
-        served,
-        layout,
-        by_key,
-        KEY_PANELS.value,
-        parts,
-        part_totals,
-        dv,
-        by_node,
-    )
+    sums, totals = moments(by_key, v, lead, dv, layout, served, query.dtype)
     columns = cdiv(dv, by_node["BLOCK_DV"])
     table, line = (heads, query_panels, NODES, dv), (heads, query_panels, NODES)
     node_out, log_z = new(*table, dtype=torch.float32), new(*line)
@@ -325,7 +312,7 @@ def prepare(
         dv,
         query_panels,
         key_panels,
-        PRECISION=how,
+        PRECISION=precision(),
         **by_node,
     )
     floor = key_side_error(n_k, aims) + aims.rounding
@@ -358,14 +345,13 @@ def prepare(
         node_slopes,
         mean_gaps,
         query.dtype,
-        how,
     )
 
 
 def evaluate(call: Call, node_out: Tensor, out: Tensor, lse: Tensor | None) -> None:
     """Fill out [heads, n, dv] and lse [heads, n] of the heads that are served, from F at nodes."""
     axis, dv = call.query, node_out.shape[-1]
-    fixed = call.tokens("evaluate", dv)
+    fixed = token_options("evaluate", call.dtype, dv, NODES)
     launch(
         evaluate_kernel,
         (call.lead[0] * axis.slots, cdiv(dv, fixed["BLOCK_DV"])),
@@ -393,7 +379,7 @@ def query_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq [heads, n] fp32, sums of grad_out and of grad_lse onto the query nodes, fp64)."""
     heads, axis, dv = call.lead[0], call.query, node_slopes.shape[-1]
-    fixed = call.tokens("query_gradient", dv)
+    fixed = token_options("query_gradient", call.dtype, dv, NODES)
     shares = cdiv(dv, fixed["BLOCK_DV"])
     new = call.layout.new_empty
     parts = new(heads, axis.slots, NODES, dv, dtype=work_dtype(call.dtype))
@@ -423,8 +409,7 @@ def query_gradient(
         **fixed,
     )
     by_node = node_options(call.dtype, dv, NODES)
-    field = QUERY_PANELS.value
-    sums, lse_sums = sum_parts(call.served, call.layout, axis, field, parts, part_lse, dv, by_node)
+    sums, lse_sums = sum_parts(axis, call.layout, call.served, parts, part_lse, by_node)
     return gradient[0] if shares == 1 else gradient.sum(0), sums, lse_sums
 
 
@@ -440,7 +425,8 @@ class KeyTables:
 def adjoint(call: Call, sums: Tensor, lse_sums: Tensor) -> KeyTables:
     """The core read backwards."""
     heads, panels, dv = call.lead[0], call.key.panels, call.dv
-    columns = cdiv(dv, call.nodes["BLOCK_DV"])
+    by_node = node_options(call.dtype, dv, NODES)
+    columns = cdiv(dv, by_node["BLOCK_DV"])
     new = call.layout.new_empty
     value_table = new(heads, panels, NODES, dv, dtype=torch.float32)
     slope_table = torch.empty_like(value_table)
@@ -462,8 +448,8 @@ def adjoint(call: Call, sums: Tensor, lse_sums: Tensor) -> KeyTables:
         dv,
         call.query.panels,
         panels,
-        PRECISION=call.how,
-        **call.nodes,
+        PRECISION=precision(),
+        **by_node,
     )
     return KeyTables(value_table, slope_table, rest_table.sum(0))
 
@@ -471,7 +457,7 @@ def adjoint(call: Call, sums: Tensor, lse_sums: Tensor) -> KeyTables:
 def key_gradient(call: Call, tables: KeyTables, grad_value: Tensor) -> Tensor:
     """Fill grad_value [heads, n, dv] of the keys that are not masked; dk [heads, n] fp32."""
     heads, axis, dv = call.lead[0], call.key, call.dv
-    fixed = call.tokens("key_gradient", dv)
+    fixed = token_options("key_gradient", call.dtype, dv, NODES)
     shares = cdiv(dv, fixed["BLOCK_DV"])
     gradient = call.layout.new_zeros(shares, heads, axis.n, dtype=torch.float32)  # if masked
     launch(

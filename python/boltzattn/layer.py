@@ -105,16 +105,20 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = query, key, value, weight
     with exact(query.device.type):
+        served = True
         if backend == "triton":
             from boltzattn.triton_kernels.layer import layer_backward
 
             grads = layer_backward(grad_out, *inputs, key_mask, scale)
-            return tuple(g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
-        *grads, served = torch.ops.boltzattn.cpu_layer_backward(
-            grad_out, *inputs, weight_bias, key_mask, extents, scale
-        )
+        else:
+            *grads, served = torch.ops.boltzattn.cpu_layer_backward(
+                grad_out, *inputs, weight_bias, key_mask, extents, scale
+            )
         if served:
-            return tuple(g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
+            to_query, to_key, to_value, to_weight = (
+                g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)
+            )
+            return to_query, to_key, to_value, to_weight
         return _backward_first(grad_out, *inputs, weight_bias, key_mask, scale)
 
 

@@ -134,7 +134,7 @@ def test_the_most_panels_are_enough() -> None:
 
 def test_bitwise_the_same_twice() -> None:
     tensors = inputs(torch.float32, 70, 600, 3)
-    first, second = (run(TRITON, *tensors) for _ in range(2))
+    first, second = (run(TRITON, *tensors, scale=0.1) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
