@@ -124,7 +124,7 @@ _SINGLE: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
     "key_gradient": {
         16: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
         32: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
-        64: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
+        64: (DirectTile(16, 16, 4), DirectTile(16, 16, 4)),
     },
 }
 # Whatever the width: what AMD's compiler takes registers for is the scores.
