@@ -48,7 +48,7 @@ def test_the_fastest_is_kept_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
         ("transform", "moments", True): TokenTile(16, 4),
         ("transform", "evaluate", True): TokenTile(16, 4),
     }
-    assert launch.token_options("moments", torch.float32, 3, 16, "tf32x3")["TILE"] == 16
+    assert launch.token_options("moments", torch.float32, 3, 16)["TILE"] == 16
     tensors = (torch.randn(1, 40, 1), torch.randn(1, 90, 1), torch.randn(1, 90, 3))
     assert_attention(TRITON, *tensors, torch.randn(1, 40, 3))
 
