@@ -23,7 +23,12 @@ CANDIDATES: dict[str, list[Any]] = {
         for keys in (16, 32, 64)
         for warps in (4, 8)
     ],
-    "transform": [TokenTile(tile, warps) for tile in (16, 32, 64, 128) for warps in (2, 4, 8)],
+    "transform": [
+        TokenTile(tile, warps, registers)
+        for tile in (16, 32, 64, 128)
+        for warps in (2, 4, 8)
+        for registers in (None, 128)
+    ],
 }
 
 

@@ -27,7 +27,14 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+ARCHITECTURES = {  # as the launch tables name them
+    "sm_80": "ampere",
+    "sm_90": "ampere",
+    "sm_100": "blackwell",
+    "sm_120": "blackwell",
+    "gfx942": "amd",
+}
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 _TYPES = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -109,8 +116,7 @@ def specialisation(launch: Launch) -> str:
 def launches_for(target: str, function: Callable, *args: Any) -> list[Launch]:
     """What function(*args) would launch there; nothing runs, so its results are uninitialised."""
     launches: list[Launch] = []
-    as_on_amd = TARGETS[target].backend == "hip"
-    with launching_by(lambda *launch: launches.append(Launch(*launch)), as_on_amd):
+    with launching_by(lambda *launch: launches.append(Launch(*launch)), ARCHITECTURES[target]):
         function(*args)
     return launches
 

@@ -57,8 +57,8 @@ def run_forward(
     """Fill out and lse of the heads that are not done."""
     (n_q, rank), (n_k, dv) = query.shape[-2:], value.shape[-2:]
     lead = lead_of(query, 2)
-    options = direct_options("forward", query.dtype, rank, dv)
     with on_device(query):
+        options = direct_options("forward", query.dtype, rank, dv)
         launch(
             forward_kernel,
             (cdiv(n_q, options["BLOCK_Q"]) * lead[0], cdiv(dv, options["BLOCK_DV"])),
@@ -140,8 +140,9 @@ def run_backward(
     (n_q, rank), (n_k, dv) = query.shape[-2:], value.shape[-2:]
     lead = lead_of(query, 2)
     # dq and dk of every block of columns, to be added.
-    by_rows = direct_options("query_gradient", query.dtype, rank, dv)
-    by_keys = direct_options("key_gradient", query.dtype, rank, dv)
+    with on_device(query):
+        by_rows = direct_options("query_gradient", query.dtype, rank, dv)
+        by_keys = direct_options("key_gradient", query.dtype, rank, dv)
     blocks = cdiv(dv, by_rows["BLOCK_DV"])
     delta = query.new_empty(blocks, lead[0], n_q, dtype=torch.float32)
     to_query = query.new_empty(blocks, *query.shape, dtype=torch.float32)

@@ -33,7 +33,7 @@ def _start(kernel: Any, grid: tuple[int, ...], args: tuple, fixed: dict[str, Any
 
 
 _launcher: ContextVar[Callable] = ContextVar("launcher", default=_start)
-_as_on_amd: ContextVar[bool] = ContextVar("as_on_amd", default=torch.version.hip is not None)
+_architecture: ContextVar[str | None] = ContextVar("architecture", default=None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> None:
@@ -43,19 +43,32 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> None
 
 
 @contextlib.contextmanager
-def launching_by(launcher: Callable, as_on_amd: bool = False) -> Iterator[None]:
-    """Within the block, launcher(kernel, grid, args, fixed) is called in place of the GPU."""
-    tokens = _launcher.set(launcher), _as_on_amd.set(as_on_amd)
+def launching_by(launcher: Callable, on: str = "ampere") -> Iterator[None]:
+    """Within the block, launcher(kernel, grid, args, fixed) is called in place of a GPU of the
+    architecture `on`."""
+    tokens = _launcher.set(launcher), _architecture.set(on)
     try:
         yield
     finally:
         _launcher.reset(tokens[0])
-        _as_on_amd.reset(tokens[1])
+        _architecture.reset(tokens[1])
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager:
     """Kernels start on the device of their tensors, whichever is current."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def architecture() -> str:
+    """Of the current device, as far as the tables tell them apart: "ampere", which Hopper and Ada
+    are like, "blackwell" or "amd"."""
+    said = _architecture.get()
+    if said is not None:
+        return said
+    if torch.version.hip is not None:
+        return "amd"
+    newer = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+    return "blackwell" if newer else "ampere"
 
 
 def column_block(dtype: torch.dtype, dv: int) -> int:
@@ -68,7 +81,7 @@ def precision() -> str:
 
     AMD's matrix units take fp32 as it is.
     """
-    return "ieee" if _as_on_amd.get() else "tf32x3"
+    return "ieee" if architecture() == "amd" else "tf32x3"
 
 
 tuned: dict[tuple, Any] = {}  # entries of the tables that `autotune` has replaced
@@ -140,7 +153,7 @@ _INTERPRETED = DirectTile(128, 128, 4)
 def _direct_tile(kernel: str, dtype: torch.dtype, rank: int, columns: int) -> DirectTile:
     if INTERPRETED:
         return _INTERPRETED
-    if _as_on_amd.get():
+    if architecture() == "amd":
         return _AMD[kernel]
     table = _SINGLE if dtype == torch.float32 else _HALF
     return table[kernel][columns][rank > 1]
@@ -173,13 +186,15 @@ class TokenTile(NamedTuple):
 
     TILE: int
     num_warps: int
+    maxnreg: int | None = None  # registers of a thread, on Ampere and Hopper: others would spill
 
 
-# By kernel and whether the numbers are fp32. Moments and evaluation stay below 128 registers: a
-# quarter of the threads that fit at most.
+# By kernel and whether the numbers are fp32. A token a thread in moments and evaluation of half
+# precision, or else warps would read places twice; they stay at 128 registers, where a quarter of
+# the threads fit that a multiprocessor can hold.
 _TOKENS = {
-    ("moments", False): TokenTile(32, 4),
-    ("evaluate", False): TokenTile(64, 4),
+    ("moments", False): TokenTile(64, 2, 128),
+    ("evaluate", False): TokenTile(64, 2, 128),
     ("query_gradient", False): TokenTile(32, 4),
     ("key_gradient", False): TokenTile(64, 4),
     ("moments", True): TokenTile(16, 4),
@@ -195,7 +210,7 @@ def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int) -> dict[
     tile = _entry(("transform", kernel, dtype == torch.float32), tile)
     # Tables of half precision need no more digits than two bf16 numbers have. AMD and the
     # interpreter know no such product.
-    narrow = dtype != torch.float32 and not _as_on_amd.get() and not INTERPRETED
+    narrow = dtype != torch.float32 and architecture() != "amd" and not INTERPRETED
     fixed = {
         "CHUNK": CHUNK,
         "TILE": tile.TILE,
@@ -208,6 +223,8 @@ def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int) -> dict[
         "num_stages": 1,
         "enable_fp_fusion": False,
     }
+    if tile.maxnreg and architecture() == "ampere":
+        fixed["maxnreg"] = tile.maxnreg
     if kernel in ("moments", "query_gradient"):
         fixed["DOT"] = tl.float32 if INTERPRETED else _DOT[dtype]
     return fixed

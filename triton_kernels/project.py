@@ -102,7 +102,8 @@ def join_kernel(parts, extents, blocks, BLOCK: tl.constexpr):
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(numbers [batch, outputs, n], extents [batch, outputs, 6] fp64) of x [batch, n, width]."""
     (batch, n, width), outputs = x.shape, weight.shape[0]
-    fixed = project_options(x.dtype, outputs)
+    with on_device(x):
+        fixed = project_options(x.dtype, outputs)
     blocks = cdiv(n, fixed["BLOCK"])
     numbers = x.new_empty(batch, outputs, n)
     parts = x.new_empty(batch, outputs, blocks, EXTENT.value, dtype=torch.float64)
