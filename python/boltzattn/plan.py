@@ -41,12 +41,32 @@ class Costs:
 
 # One core of an AMD EPYC (Zen 3), fp32, measured by `make micro`; the choice is the same on any
 # machine that is not very unlike.
-CPU = Costs(0.75, 0.022, 0.0, 45_000.0, 550.0, 16.0, 0.32, 0.031, 0.06)
+CPU = Costs(
+    direct_pair=0.75,
+    direct_pair_column=0.022,
+    transform_call=0.0,
+    transform_head=45_000.0,
+    transform_head_column=550.0,
+    transform_token=16.0,
+    transform_token_column=0.32,
+    product=0.031,
+    core_product=0.06,
+)
 # An A100 by its data sheet, as in triton_kernels/report.py: modelled, not measured. A pair takes
 # about 30 fp32 operations (19.5e12 a second), a column of it 3 tf32 products (156e12); a token
 # moves 59 bytes and a column of it, bf16, 2 (2.04e12); the core of 200 x 150 nodes is fp64 (19.5e12
 # with matrix units); a call is 10 launches of 5 us that have little to do.
-GPU = Costs(1.5e-3, 4e-5, 5e4, 20.0, 3.0, 0.03, 1e-3, 1.3e-5, 1e-4)
+GPU = Costs(
+    direct_pair=1.5e-3,
+    direct_pair_column=4e-5,
+    transform_call=5e4,
+    transform_head=20.0,
+    transform_head_column=3.0,
+    transform_token=0.03,
+    transform_token_column=1e-3,
+    product=1.3e-5,
+    core_product=1e-4,
+)
 # A head of the reference's transform is some hundred calls of torch; against the reference's own
 # direct method it breaks even at about 1,800 tokens.
 REFERENCE_TRANSFORM_HEAD = 3e6
