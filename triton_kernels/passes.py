@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from boltzattn.triton_kernels.heads import (
-    head_offset,
-    joined,
-)
+from boltzattn.triton_kernels.heads import head_offset, joined
 from boltzattn.triton_kernels.layout import (
     AT_MAX,
     AT_MIN,

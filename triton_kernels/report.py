@@ -240,11 +240,11 @@ def main() -> None:
     print(
         "Written by `python -m boltzattn.triton_kernels.report`. Registers, shared memory and "
         "spills are\nwhat the compilers say. Bytes, operations and times are **modelled, not "
-        "measured**: no GPU has run\nthese kernels.\n"
+        "measured**: no GPU has run\nthese kernels.\n\n## Triton\n"
     )
     for line in lines():
         print(line, flush=True)
-    print("\n```")
+    print("\n## CUDA\n\nAs `ptxas` said when the extension was built:\n\n```")
     for line in cuda_report.lines():
         print(line)
     print("```")
