@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from boltzattn.triton_kernels import direct, layer, report, transform
+from boltzattn.triton_kernels import (
+    core,
+    direct,
+    layer,
+    layout,
+    pairs,
+    passes,
+    report,
+    sorting,
+    transform,
+)
+from boltzattn.triton_kernels import project as projection
 from boltzattn.triton_kernels.compilation import (
     TARGETS,
     Launch,
@@ -335,3 +346,28 @@ def test_modelled_bytes_are_the_counted() -> None:
         modelled = report.work_per_token(name, 64, 2).bytes * 2048
         # Tables and partial sums of panels that are not full come on top.
         assert modelled <= counted <= 1.25 * modelled, name
+
+
+def test_the_report_has_every_kernel() -> None:
+    modules = (core, layer, layout, pairs, passes, projection, sorting)
+    every = {
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, kernel in vars(module).items()
+        if name.endswith("_kernel") and kernel.fn.__module__ == module.__name__
+    }
+    for target in TARGETS:
+        found = report.kernels(report.launches(target)).values()
+        listed = {f"{launch.kernel.fn.__module__}.{launch.name}" for launch in found}
+        assert listed == every
+
+
+@pytest.mark.full
+def test_the_report_is_written() -> None:
+    lines = list(report.lines())
+    resources = [line.split(" | ")[1:] for line in lines if line.count("%") == len(TARGETS)]
+    assert len(resources) == len(report.kernels(report.launches("sm_80")))
+    for row in resources:
+        assert all(cell.split(", ")[2] == "0" for cell in row), row  # nothing spills
+    assert any(line.startswith("| ratio") for line in lines)
+    assert "modelled, not measured" in "\n".join(lines)

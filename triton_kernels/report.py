@@ -214,7 +214,7 @@ def lines() -> Iterator[str]:
     taken = {target: resources(target) for target in TARGETS}
     rows = [[name, *(taken[target][name] for target in TARGETS)] for name in taken["sm_80"]]
     yield from table(("kernel", *TARGETS), rows)
-    columns = ("kernel", "bytes", "operations", *(f"{gpu}, us" for gpu in GPUS))
+    columns = ("kernel", "bytes", "matrix operations", *(f"{gpu}, us" for gpu in GPUS))
     n = f"n = {N}, one head; modelled, not measured"
     forward = Work(least_forward_bytes(DV, size), least_operations(DV))
     yield from ("", f"Transform forward, per token and in all at {n}:", "")
