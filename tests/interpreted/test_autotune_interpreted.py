@@ -50,7 +50,7 @@ def test_the_fastest_is_kept_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert launch.token_options("moments", torch.float32, 3, 16)["TILE"] == 16
     tensors = (torch.randn(1, 40, 1), torch.randn(1, 90, 1), torch.randn(1, 90, 3))
-    assert_attention(TRITON, *tensors, torch.randn(1, 40, 3))
+    assert_attention(TRITON, *tensors, torch.randn(1, 40, 3), scale=1e-3)
 
 
 def test_nothing_faster_leaves_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,9 +56,9 @@ def test_ordinary_heads_are_served(dtype: torch.dtype) -> None:
 
 def test_padding_and_gradients_of_lse() -> None:
     """Masked keys may hold anything."""
-    query, key, value, grad_out = inputs(torch.float32, 20, 530, 3, heads=2)
+    query, key, value, grad_out = inputs(torch.float32, 20, 530, 3)
     ignored = torch.rand(530) < 0.3
-    grad_lse = torch.randn(2, 20)
+    grad_lse = torch.randn(1, 20)
     assert_attention(TRITON, query, key, value, grad_out, grad_lse, key_padding_mask=ignored)
     key = key.masked_fill(ignored[:, None], math.nan)
     held = run(TRITON, query, key, value, grad_out, grad_lse, key_padding_mask=ignored)
@@ -155,7 +155,7 @@ def test_agrees_with_the_reference_transform() -> None:
     assert (lse - dense_lse).abs().max() <= 1e-9  # fp64 nodes, interpolated to 1e-9
 
 
-@pytest.mark.parametrize("temperature", [0.3, 30.0])
+@pytest.mark.parametrize("temperature", [0.3, pytest.param(30.0, marks=pytest.mark.full)])
 def test_as_the_cpu_backend(temperature: float) -> None:
     tensors, call = inputs(torch.float32, 70, 300, 5), {"scale": temperature}
     ours, cpus = run(TRITON, *tensors, **call), run(Server("transform", "cpu"), *tensors, **call)
