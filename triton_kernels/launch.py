@@ -236,7 +236,7 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def node_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
-    """What the core has: no tokens, hence small and in fp64."""
+    """What kernels over nodes have: no tokens, hence small and in fp64."""
     return {
         "BLOCK_DV": min(64, column_block(dtype, dv)),
         "NODES": nodes,
@@ -244,6 +244,14 @@ def node_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
         "num_stages": 1,
         "enable_fp_fusion": False,
     }
+
+
+def core_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
+    """What the core and its adjoint have."""
+    fixed = node_options(dtype, dv, nodes) | {"PRECISION": precision()}
+    if architecture() == "ampere":
+        fixed["maxnreg"] = 255  # or ptxas would rather spill than run one program less
+    return fixed
 
 
 def project_options(dtype: torch.dtype, outputs: int) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from boltzattn.triton_kernels.heads import lead_of, split, strided
 from boltzattn.triton_kernels.launch import (
     CHUNK,
     cdiv,
+    core_options,
     launch,
     node_options,
-    precision,
     token_options,
     work_dtype,
 )
@@ -284,9 +284,9 @@ def prepare(
     by_query = sort(q, None, layout, served, lead, n_q, split(scale), query_panels, False)
     by_key = sort(k, mask, layout, served, lead, n_k, (1.0, 0.0), key_panels, True)
 
-    by_node = node_options(query.dtype, dv, NODES)
+    fixed = core_options(query.dtype, dv, NODES)
     sums, totals = moments(by_key, v, lead, dv, layout, served, query.dtype)
-    columns = cdiv(dv, by_node["BLOCK_DV"])
+    columns = cdiv(dv, fixed["BLOCK_DV"])
     table, line = (heads, query_panels, NODES, dv), (heads, query_panels, NODES)
     node_out, log_z = new(*table, dtype=torch.float32), new(*line)
     node_means = new(*table, dtype=torch.float32) if slopes else None
@@ -312,8 +312,7 @@ def prepare(
         dv,
         query_panels,
         key_panels,
-        PRECISION=precision(),
-        **by_node,
+        **fixed,
     )
     floor = key_side_error(n_k, aims) + aims.rounding
     launch(
@@ -425,8 +424,8 @@ class KeyTables:
 def adjoint(call: Call, sums: Tensor, lse_sums: Tensor) -> KeyTables:
     """The core read backwards."""
     heads, panels, dv = call.lead[0], call.key.panels, call.dv
-    by_node = node_options(call.dtype, dv, NODES)
-    columns = cdiv(dv, by_node["BLOCK_DV"])
+    fixed = core_options(call.dtype, dv, NODES)
+    columns = cdiv(dv, fixed["BLOCK_DV"])
     new = call.layout.new_empty
     value_table = new(heads, panels, NODES, dv, dtype=torch.float32)
     slope_table = torch.empty_like(value_table)
@@ -448,8 +447,7 @@ def adjoint(call: Call, sums: Tensor, lse_sums: Tensor) -> KeyTables:
         dv,
         call.query.panels,
         panels,
-        PRECISION=precision(),
-        **by_node,
+        **fixed,
     )
     return KeyTables(value_table, slope_table, rest_table.sum(0))
 
