@@ -71,6 +71,11 @@ def architecture() -> str:
     return "blackwell" if newer else "ampere"
 
 
+def _all_registers() -> dict[str, int]:
+    """For kernels that need most of them: ptxas would rather spill than run one program less."""
+    return {} if architecture() == "amd" else {"maxnreg": 255}
+
+
 def column_block(dtype: torch.dtype, dv: int) -> int:
     """Columns of the values that a program takes: a power of 2."""
     return min(WIDEST[dtype], max(LEAST, 1 << (dv - 1).bit_length()))
@@ -107,7 +112,7 @@ _HALF: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
     "forward": {
         16: (DirectTile(128, 32, 4), DirectTile(128, 32, 8)),
         32: (DirectTile(128, 32, 4), DirectTile(128, 32, 8)),
-        64: (DirectTile(128, 32, 4), DirectTile(64, 16, 4)),
+        64: (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
         128: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
     },
     "query_gradient": {
@@ -137,7 +142,7 @@ _SINGLE: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
     "key_gradient": {
         16: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
         32: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
-        64: (DirectTile(16, 16, 4), DirectTile(16, 16, 4)),
+        64: (DirectTile(16, 64, 4), DirectTile(16, 16, 4)),
     },
 }
 # Whatever the width: what AMD's compiler takes registers for is the scores.
@@ -173,6 +178,7 @@ def direct_options(kernel: str, dtype: torch.dtype, rank: int, dv: int) -> dict[
         "PRECISION": precision(),
         "num_warps": tile.num_warps,
         "num_stages": 2,
+        **_all_registers(),
         # Weights are rebuilt in backward from the same scores: every operation is as written.
         "enable_fp_fusion": False,
     }
@@ -248,10 +254,7 @@ def node_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
 
 def core_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
     """What the core and its adjoint have."""
-    fixed = node_options(dtype, dv, nodes) | {"PRECISION": precision()}
-    if architecture() == "ampere":
-        fixed["maxnreg"] = 255  # or ptxas would rather spill than run one program less
-    return fixed
+    return node_options(dtype, dv, nodes) | {"PRECISION": precision(), **_all_registers()}
 
 
 def project_options(dtype: torch.dtype, outputs: int) -> dict[str, Any]:
