@@ -119,13 +119,11 @@ _HALF: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
         16: (DirectTile(128, 32, 8), DirectTile(64, 32, 4)),
         32: (DirectTile(128, 32, 8), DirectTile(64, 32, 4)),
         64: (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
-        128: (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
     },
     "key_gradient": {
         16: (DirectTile(32, 64, 8), DirectTile(32, 32, 4)),
         32: (DirectTile(32, 64, 8), DirectTile(32, 32, 4)),
         64: (DirectTile(32, 64, 8), DirectTile(16, 32, 4)),
-        128: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
     },
 }
 _SINGLE: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
@@ -137,12 +135,10 @@ _SINGLE: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
     "query_gradient": {
         16: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
         32: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
-        64: (DirectTile(64, 16, 4), DirectTile(64, 16, 4)),
     },
     "key_gradient": {
         16: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
         32: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
-        64: (DirectTile(16, 64, 4), DirectTile(16, 16, 4)),
     },
 }
 # Whatever the width: what AMD's compiler takes registers for is the scores.
@@ -167,6 +163,8 @@ def _direct_tile(kernel: str, dtype: torch.dtype, rank: int, columns: int) -> Di
 def direct_options(kernel: str, dtype: torch.dtype, rank: int, dv: int) -> dict[str, Any]:
     """Everything that is fixed at compile time but the problem itself."""
     columns = column_block(dtype, dv)
+    if kernel != "forward":
+        columns = min(columns, WIDEST[dtype] // 2)  # values and their gradients share registers
     tile = _direct_tile(kernel, dtype, rank, columns)
     tile = _entry(("direct", kernel, dtype == torch.float32, columns, rank > 1), tile)
     return {
