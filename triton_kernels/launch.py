@@ -123,7 +123,7 @@ _HALF: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
     "key_gradient": {
         16: (DirectTile(32, 64, 8), DirectTile(32, 32, 4)),
         32: (DirectTile(32, 64, 8), DirectTile(32, 32, 4)),
-        64: (DirectTile(32, 64, 8), DirectTile(16, 32, 4)),
+        64: (DirectTile(16, 64, 4), DirectTile(16, 32, 4)),
     },
 }
 _SINGLE: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
