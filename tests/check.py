@@ -6,7 +6,7 @@ from typing import Any
 
 import boltzattn
 import torch
-from errors import assert_accurate
+from errors import CERTIFIED, assert_accurate, error_of
 from oracle import Result, eagers, magnitudes, oracle
 from servers import Server
 from torch import Tensor
@@ -56,3 +56,10 @@ def assert_attention(
         method=server.method,
     )
     return actual
+
+
+def assert_alike(one: Result, other: Result, magnitudes: dict[str, float]) -> None:
+    """fp32 results of two backends are no farther apart than two certificates."""
+    for name, x in one._asdict().items():
+        apart = error_of(x, getattr(other, name).double())
+        assert apart <= 2 * CERTIFIED[torch.float32] * magnitudes[name], f"{name}: {apart:.3e}"

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels without a GPU: recorded, or run from their compiled PTX by ptxrun."""
+"""Launches of Triton kernels without a GPU: their compiled PTX is run by ptxrun."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ from typing import Any
 import ptxrun
 from boltzattn.triton_kernels.compilation import Launch, compile_for, specialisation
 from boltzattn.triton_kernels.launch import launching_by
-
-
-def recorded(function: Callable, *args: Any) -> list[Launch]:
-    """What function(*args) would launch; nothing runs, so its results are uninitialised."""
-    launches: list[Launch] = []
-    with launching_by(lambda *launch: launches.append(Launch(*launch))):
-        function(*args)
-    return launches
 
 
 class PtxRun:
@@ -35,10 +27,16 @@ class PtxRun:
         with launching_by(self):
             return function(*args)
 
-    def bytes_moved(self) -> int:
-        """Global bytes of all launches."""
+    def bytes_moved(self, without: tuple[str, ...] = ()) -> int:
+        """Global memory of all launches but those of the named kernels; needs profile=True.
+
+        In sectors of 32 bytes, which is what memory moves: lanes of a warp that read the same
+        numbers share them, and a lone number costs a whole one.
+        """
         return sum(
-            count for _, r in self.results for space, count in r.bytes.items() if "global" in space
+            32 * sum(result.sectors.values())
+            for name, result in self.results
+            if name not in without
         )
 
 

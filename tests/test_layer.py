@@ -169,7 +169,7 @@ def test_operators_are_sound():
     numbers, extents = torch.ops.boltzattn.project(t["x"], torch.cat((t["w_q"], t["w_k"])), None)
     query, key = numbers.unsqueeze(-1).split(3, 1)
     weight = t["w_o"].unflatten(1, (3, -1)).transpose(0, 1) @ t["w_v"].unflatten(0, (3, -1))
-    call = (query, key, t["x"], weight, None, t["b_o"], None, extents, 1.0)
+    call = (query, key, t["x"], weight, None, t["b_o"], None, extents, 1.0, "cpu")
     torch.library.opcheck(torch.ops.boltzattn.layer_forward.default, call)
     torch.library.opcheck(
         torch.ops.boltzattn.project.default, (t["x"].clone().requires_grad_(), t["w_q"], t["b_q"])

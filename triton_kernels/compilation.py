@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from boltzattn.triton_kernels.launch import launching_by
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
@@ -25,7 +27,14 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+ARCHITECTURES = {  # as the launch tables name them
+    "sm_80": "ampere",
+    "sm_90": "ampere",
+    "sm_100": "blackwell",
+    "sm_120": "blackwell",
+    "gfx942": "amd",
+}
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 _TYPES = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -104,13 +113,17 @@ def specialisation(launch: Launch) -> str:
     return f"{launch.name} {source.signature} {source.attrs} {fixed}"
 
 
+def launches_for(target: str, function: Callable, *args: Any) -> list[Launch]:
+    """What function(*args) would launch there; nothing runs, so its results are uninitialised."""
+    launches: list[Launch] = []
+    with launching_by(lambda *launch: launches.append(Launch(*launch)), ARCHITECTURES[target]):
+        function(*args)
+    return launches
+
+
 def compile_for(launch: Launch, target: str) -> CompiledKernel:
-    """The kernel as `target` would run it."""
-    fixed = dict(launch.fixed)
-    if TARGETS[target].backend == "hip" and "PRECISION" in fixed:
-        fixed["PRECISION"] = "ieee"  # as launch.precision says there
-    launch = Launch(launch.kernel, launch.grid, launch.args, fixed)
-    options = {name: fixed[name] for name in OPTIONS if name in fixed}
+    """The kernel as `target` would run it; the launch is one of `launches_for` it."""
+    options = {name: launch.fixed[name] for name in OPTIONS if name in launch.fixed}
     return triton.compile(source_of(launch), target=TARGETS[target], options=options)
 
 
@@ -149,21 +162,33 @@ def resources_of(compiled: CompiledKernel) -> Resources:
     return Resources(registers, stack, shared, warps)
 
 
-# (registers, shared memory in bytes, warps, programs) of a multiprocessor.
+class Multiprocessor(NamedTuple):
+    """What the programs on one multiprocessor (AMD: compute unit) share."""
+
+    registers: int  # of a lane's width
+    shared: int  # bytes
+    warps: int  # at most
+    programs: int  # at most
+    lanes: int  # of a warp
+    reserved: int  # bytes of shared memory that the system takes of every program
+
+
 MULTIPROCESSORS = {
-    "sm_80": (65536, 164 << 10, 64, 32),
-    "sm_90": (65536, 228 << 10, 64, 32),
-    "sm_100": (65536, 228 << 10, 64, 32),
-    "sm_120": (65536, 100 << 10, 48, 24),
+    "sm_80": Multiprocessor(65536, 164 << 10, 64, 32, 32, 1024),
+    "sm_90": Multiprocessor(65536, 228 << 10, 64, 32, 32, 1024),
+    "sm_100": Multiprocessor(65536, 228 << 10, 64, 32, 32, 1024),
+    "sm_120": Multiprocessor(65536, 100 << 10, 48, 24, 32, 1024),
+    "gfx942": Multiprocessor(131072, 64 << 10, 32, 16, 64, 0),
 }
-RESERVED = 1 << 10  # shared memory that the system takes of every program
 
 
 def occupancy(resources: Resources, target: str) -> float:
-    """Share of a multiprocessor's warps that can be resident, on NVIDIA GPUs."""
-    registers, shared, warps, programs = MULTIPROCESSORS[target]
-    of_a_warp = -(-resources.registers // 8) * 8 * 32
-    by_registers = registers // (of_a_warp * resources.warps)
-    by_shared = shared // (resources.shared + RESERVED)
-    resident = min(by_registers, by_shared, warps // resources.warps, programs)
-    return resident * resources.warps / warps
+    """Share of a multiprocessor's warps that can be resident."""
+    limits = MULTIPROCESSORS[target]
+    of_a_warp = -(-resources.registers // 8) * 8 * limits.lanes
+    by_registers = limits.registers // (of_a_warp * resources.warps)
+    of_a_program = max(1, resources.shared + limits.reserved)
+    by_shared = limits.shared // of_a_program
+    by_warps = limits.warps // resources.warps
+    resident = min(by_registers, by_shared, by_warps, limits.programs)
+    return resident * resources.warps / limits.warps

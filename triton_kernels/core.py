@@ -19,9 +19,7 @@ from boltzattn.triton_kernels.layout import (
     query_nodes,
     wave,
 )
-from boltzattn.triton_kernels.passes import (
-    end_value,
-)
+from boltzattn.triton_kernels.passes import end_value
 
 NEGLIGIBLE = tl.constexpr(-80.0)  # exponent below which a key node adds nothing
 

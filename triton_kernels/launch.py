@@ -1,7 +1,8 @@
 """Launch parameters: a small table, chosen from the compiled kernels' registers and shared memory.
 
 `python -m boltzattn.info --kernels` prints what each entry costs on each architecture. Nothing is
-tuned at run time, so the first call is not slow and results do not depend on a timer.
+tuned at run time unless `autotune` is asked to, so the first call is not slow and results do not
+depend on a timer.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def _start(kernel: Any, grid: tuple[int, ...], args: tuple, fixed: dict[str, Any
 
 
 _launcher: ContextVar[Callable] = ContextVar("launcher", default=_start)
+_architecture: ContextVar[str | None] = ContextVar("architecture", default=None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> None:
@@ -41,13 +43,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> None
 
 
 @contextlib.contextmanager
-def launching_by(launcher: Callable) -> Iterator[None]:
-    """Within the block, launcher(kernel, grid, args, fixed) is called in place of the GPU."""
-    token = _launcher.set(launcher)
+def launching_by(launcher: Callable, on: str = "ampere") -> Iterator[None]:
+    """Within the block, launcher(kernel, grid, args, fixed) is called in place of a GPU of the
+    architecture `on`."""
+    tokens = _launcher.set(launcher), _architecture.set(on)
     try:
         yield
     finally:
-        _launcher.reset(token)
+        _launcher.reset(tokens[0])
+        _architecture.reset(tokens[1])
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager:
@@ -55,17 +59,43 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
+def architecture() -> str:
+    """Of the current device, as far as the tables tell them apart: "ampere", which Hopper and Ada
+    are like, "blackwell" or "amd"."""
+    said = _architecture.get()
+    if said is not None:
+        return said
+    if torch.version.hip is not None:
+        return "amd"
+    newer = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+    return "blackwell" if newer else "ampere"
+
+
+def _all_registers() -> dict[str, int]:
+    """For kernels that need most of them: ptxas would rather spill than run one program less."""
+    return {} if architecture() == "amd" else {"maxnreg": 255}
+
+
 def column_block(dtype: torch.dtype, dv: int) -> int:
     """Columns of the values that a program takes: a power of 2."""
     return min(WIDEST[dtype], max(LEAST, 1 << (dv - 1).bit_length()))
 
 
-def precision(device: torch.device) -> str:
+def precision() -> str:
     """How fp32 matrices are multiplied: three tf32 products, as one alone would lose 13 bits.
 
     AMD's matrix units take fp32 as it is.
     """
-    return "ieee" if torch.version.hip and device.type == "cuda" else "tf32x3"
+    return "ieee" if architecture() == "amd" else "tf32x3"
+
+
+tuned: dict[tuple, Any] = {}  # entries of the tables that `autotune` has replaced
+asked: set[tuple] = set()  # entries that launches have asked for
+
+
+def _entry(key: tuple, default: Any) -> Any:
+    asked.add(key)
+    return tuned.get(key, default)
 
 
 class DirectTile(NamedTuple):
@@ -82,20 +112,18 @@ _HALF: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
     "forward": {
         16: (DirectTile(128, 32, 4), DirectTile(128, 32, 8)),
         32: (DirectTile(128, 32, 4), DirectTile(128, 32, 8)),
-        64: (DirectTile(128, 32, 4), DirectTile(64, 16, 4)),
+        64: (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
         128: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
     },
     "query_gradient": {
         16: (DirectTile(128, 32, 8), DirectTile(64, 32, 4)),
         32: (DirectTile(128, 32, 8), DirectTile(64, 32, 4)),
         64: (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
-        128: (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
     },
     "key_gradient": {
         16: (DirectTile(32, 64, 8), DirectTile(32, 32, 4)),
         32: (DirectTile(32, 64, 8), DirectTile(32, 32, 4)),
-        64: (DirectTile(32, 64, 8), DirectTile(16, 32, 4)),
-        128: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
+        64: (DirectTile(16, 64, 4), DirectTile(16, 32, 4)),
     },
 }
 _SINGLE: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
@@ -107,34 +135,48 @@ _SINGLE: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
     "query_gradient": {
         16: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
         32: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
-        64: (DirectTile(64, 16, 4), DirectTile(64, 16, 4)),
     },
     "key_gradient": {
         16: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
         32: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
-        64: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
     },
+}
+# Whatever the width: what AMD's compiler takes registers for is the scores.
+_AMD = {
+    "forward": DirectTile(64, 16, 4),
+    "query_gradient": DirectTile(64, 16, 4),
+    "key_gradient": DirectTile(16, 32, 4),
 }
 # An operation costs the interpreter the same for small and for large blocks.
 _INTERPRETED = DirectTile(128, 128, 4)
 
 
-def direct_options(kernel: str, dtype: torch.dtype, rank: int, dv: int, how: str) -> dict[str, Any]:
+def _direct_tile(kernel: str, dtype: torch.dtype, rank: int, columns: int) -> DirectTile:
+    if INTERPRETED:
+        return _INTERPRETED
+    if architecture() == "amd":
+        return _AMD[kernel]
+    table = _SINGLE if dtype == torch.float32 else _HALF
+    return table[kernel][columns][rank > 1]
+
+
+def direct_options(kernel: str, dtype: torch.dtype, rank: int, dv: int) -> dict[str, Any]:
     """Everything that is fixed at compile time but the problem itself."""
     columns = column_block(dtype, dv)
-    table = _SINGLE if dtype == torch.float32 else _HALF
-    tile = table[kernel][columns][rank > 1]
-    if INTERPRETED:
-        tile = _INTERPRETED
+    if kernel != "forward":
+        columns = min(columns, WIDEST[dtype] // 2)  # values and their gradients share registers
+    tile = _direct_tile(kernel, dtype, rank, columns)
+    tile = _entry(("direct", kernel, dtype == torch.float32, columns, rank > 1), tile)
     return {
         "BLOCK_Q": tile.BLOCK_Q,
         "BLOCK_K": tile.BLOCK_K,
         "BLOCK_DV": columns,
         # The interpreter multiplies no bf16.
         "DOT": tl.float32 if INTERPRETED else _DOT[dtype],
-        "PRECISION": how,
+        "PRECISION": precision(),
         "num_warps": tile.num_warps,
         "num_stages": 2,
+        **_all_registers(),
         # Weights are rebuilt in backward from the same scores: every operation is as written.
         "enable_fp_fusion": False,
     }
@@ -148,36 +190,57 @@ class TokenTile(NamedTuple):
 
     TILE: int
     num_warps: int
+    maxnreg: int | None = None  # registers of a thread, on Ampere and Hopper: others would spill
 
 
-# Moments and evaluation stay below 128 registers: a quarter of the threads that fit at most.
+# By kernel and whether the numbers are fp32. A token a thread in moments and evaluation of half
+# precision, or else warps would read places twice; they stay at 128 registers, where a quarter of
+# the threads fit that a multiprocessor can hold.
 _TOKENS = {
-    "moments": TokenTile(16, 4),
-    "evaluate": TokenTile(32, 4),
-    "query_gradient": TokenTile(16, 8),
-    "key_gradient": TokenTile(32, 8),
+    ("moments", False): TokenTile(64, 2, 128),
+    ("evaluate", False): TokenTile(64, 2, 128),
+    ("query_gradient", False): TokenTile(32, 4),
+    ("key_gradient", False): TokenTile(64, 4),
+    ("moments", True): TokenTile(16, 4),
+    ("evaluate", True): TokenTile(32, 4),
+    ("query_gradient", True): TokenTile(16, 8),
+    ("key_gradient", True): TokenTile(32, 8),
 }
 
 
-def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int, how: str) -> dict[str, Any]:
+def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
     """What a pass over tokens has fixed at compile time."""
-    tile = _TOKENS[kernel]
-    return {
+    tile = TokenTile(64, 4) if INTERPRETED else _TOKENS[kernel, dtype == torch.float32]
+    tile = _entry(("transform", kernel, dtype == torch.float32), tile)
+    # Tables of half precision need no more digits than two bf16 numbers have. AMD and the
+    # interpreter know no such product.
+    narrow = dtype != torch.float32 and architecture() != "amd" and not INTERPRETED
+    fixed = {
         "CHUNK": CHUNK,
-        "TILE": 64 if INTERPRETED else tile.TILE,
+        "TILE": tile.TILE,
         "BLOCK_DV": column_block(dtype, dv),
         "NODES": nodes,
         # Half precision is not worth a weight's last digits.
         "WORK": tl.float64 if dtype == torch.float32 else tl.float32,
-        "PRECISION": how,
+        "PRECISION": "bf16x3" if narrow else precision(),
         "num_warps": tile.num_warps,
-        "num_stages": 2,
+        "num_stages": 1,
         "enable_fp_fusion": False,
     }
+    if tile.maxnreg and architecture() == "ampere":
+        fixed["maxnreg"] = tile.maxnreg
+    if kernel in ("moments", "query_gradient"):
+        fixed["DOT"] = tl.float32 if INTERPRETED else _DOT[dtype]
+    return fixed
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What WORK is, of places and of sums over a chunk."""
+    return torch.float64 if dtype == torch.float32 else torch.float32
 
 
 def node_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
-    """What the core has: no tokens, hence small and in fp64."""
+    """What kernels over nodes have: no tokens, hence small and in fp64."""
     return {
         "BLOCK_DV": min(64, column_block(dtype, dv)),
         "NODES": nodes,
@@ -187,15 +250,33 @@ def node_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
     }
 
 
-def project_options(dtype: torch.dtype, outputs: int, how: str) -> dict[str, Any]:
+def core_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
+    """What the core and its adjoint have."""
+    return node_options(dtype, dv, nodes) | {"PRECISION": precision(), **_all_registers()}
+
+
+def project_options(dtype: torch.dtype, outputs: int) -> dict[str, Any]:
     """What the projection has fixed at compile time."""
     return {
         "BLOCK": 64,
         "BLOCK_OUT": min(64, max(LEAST, 1 << (outputs - 1).bit_length())),
         "BLOCK_K": 32 if dtype == torch.float32 else 64,
         "DOT": tl.float32 if INTERPRETED else _DOT[dtype],
-        "PRECISION": how,
+        "PRECISION": precision(),
         "num_warps": 4,
         "num_stages": 2,
+        "enable_fp_fusion": False,
+    }
+
+
+def product_options() -> dict[str, Any]:
+    """What the products of `layer` have."""
+    return {
+        "BLOCK_ROWS": 32,
+        "BLOCK_COLUMNS": 32,
+        "BLOCK_INNER": 32,
+        "PRECISION": precision(),
+        "num_warps": 4,
+        "num_stages": 1,
         "enable_fp_fusion": False,
     }

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from boltzattn import layout
-from boltzattn.triton_kernels.heads import head_offset, joined, load_vector
+from boltzattn.triton_kernels.heads import joined, load_vector
 
 NODES = 16  # on a panel of either axis: the shortest side of a matrix product
 RANGE_BLOCK = 1024  # tokens of a program that looks for ranges
@@ -294,13 +294,6 @@ def layout_kernel(
     tl.store(to + MIDDLE, 0.5 * s_min + 0.5 * s_max)
     tl.store(to + RADIUS, extent / 2 / tanh(edge))
     tl.store(to + STRIP, strip)
-
-
-@triton.jit
-def load_number(x, head, lead, index, inside, scale):
-    """Query or key numbers by index, times scale, in fp64."""
-    at = x[0] + head_offset(x, head, lead) + index.to(tl.int64) * x[4]
-    return tl.load(at, inside, other=0.0).to(tl.float64) * scale
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from boltzattn.triton_kernels.heads import load_matrix, load_vector, strided, transposed
-from boltzattn.triton_kernels.launch import cdiv, launch, on_device, precision, project_options
+from boltzattn.triton_kernels.launch import cdiv, launch, on_device, project_options
 from torch import Tensor
 
 EXTENT = tl.constexpr(6)
@@ -102,7 +102,8 @@ def join_kernel(parts, extents, blocks, BLOCK: tl.constexpr):
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(numbers [batch, outputs, n], extents [batch, outputs, 6] fp64) of x [batch, n, width]."""
     (batch, n, width), outputs = x.shape, weight.shape[0]
-    fixed = project_options(x.dtype, outputs, precision(x.device))
+    with on_device(x):
+        fixed = project_options(x.dtype, outputs)
     blocks = cdiv(n, fixed["BLOCK"])
     numbers = x.new_empty(batch, outputs, n)
     parts = x.new_empty(batch, outputs, blocks, EXTENT.value, dtype=torch.float64)

@@ -224,7 +224,7 @@ def self_attention(
     )
     if at_nodes:
         return _attend_at_nodes(
-            x, w_q, w_k, w_v, w_o, num_heads, b_q, b_k, b_v, b_o, scale, key_padding_mask
+            x, w_q, w_k, w_v, w_o, num_heads, b_q, b_k, b_v, b_o, scale, key_padding_mask, backend
         )
 
     def heads(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -259,6 +259,7 @@ def _attend_at_nodes(
     b_o: Tensor | None,
     scale: float | None,
     key_padding_mask: Tensor | None,
+    backend: str,
 ) -> Tensor:
     """`self_attention` of rank 1 by `layer`."""
     dtype = x.dtype
@@ -287,6 +288,7 @@ def _attend_at_nodes(
         mask = expand_key_padding_mask(key_padding_mask, x, (*lead, num_heads, n))
         key_mask = mask[..., 0, :].reshape(-1, n)
     out_bias = None if b_o is None else b_o.to(dtype)
+    named = backends.preferred("auto", backend)[1]
     out = torch.ops.boltzattn.layer_forward(
         query,
         key,
@@ -297,5 +299,6 @@ def _attend_at_nodes(
         key_mask,
         extents,
         1.0 if scale is None else float(scale),
+        "triton" if x.is_cuda or named == "triton" else "cpu",
     )
     return out.reshape(*lead, n, out.shape[-1])

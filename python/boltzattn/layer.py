@@ -6,8 +6,8 @@ raw rows are projected instead, and the n d d products of a layer disappear. doc
 
 Shapes: query, key `[batch, heads, n, 1]`; value `[batch, n, d]`, shared by the heads; weight
 `[heads, d_out, d]`; weight_bias `[heads, d_out]`; out_bias `[d_out]`; key_mask `[batch, n]`, bool;
-extents `[batch, 2 * heads, 6]`, what `project` found out about the queries and keys. The heads'
-results add up to `[batch, n, d_out]`.
+extents `[batch, 2 * heads, 6]`, what `project` found out about the queries and keys; backend "cpu"
+or "triton". The heads' results add up to `[batch, n, d_out]`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from boltzattn.modes import exact
 
 _CALL = (
     "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? weight_bias, Tensor? out_bias, "
-    "Tensor? key_mask, Tensor? extents, float scale"
+    "Tensor? key_mask, Tensor? extents, float scale, str backend"
 )
 ops.library.define(f"layer_forward({_CALL}) -> Tensor")
 ops.library.define(
@@ -77,10 +77,15 @@ def _forward(
     key_mask: Tensor | None,
     extents: Tensor | None,
     scale: float,
+    backend: str,
 ) -> Tensor:
     call = query, key, value, weight, weight_bias, out_bias, key_mask
-    backends.extension()  # loads the operators
     with exact(query.device.type):
+        if backend == "triton":
+            from boltzattn.triton_kernels.layer import layer_forward
+
+            return layer_forward(*call, scale)
+        backends.extension()  # loads the operators
         out, served = torch.ops.boltzattn.cpu_layer_forward(*call, extents, scale)
         return out.to(value.dtype) if served else project_first(*call, scale)
 
@@ -96,14 +101,24 @@ def _backward(
     key_mask: Tensor | None,
     extents: Tensor | None,
     scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = query, key, value, weight
     with exact(query.device.type):
-        *grads, served = torch.ops.boltzattn.cpu_layer_backward(
-            grad_out, *inputs, weight_bias, key_mask, extents, scale
-        )
+        served = True
+        if backend == "triton":
+            from boltzattn.triton_kernels.layer import layer_backward
+
+            grads = layer_backward(grad_out, *inputs, key_mask, scale)
+        else:
+            *grads, served = torch.ops.boltzattn.cpu_layer_backward(
+                grad_out, *inputs, weight_bias, key_mask, extents, scale
+            )
         if served:
-            return tuple(g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
+            to_query, to_key, to_value, to_weight = (
+                g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)
+            )
+            return to_query, to_key, to_value, to_weight
         return _backward_first(grad_out, *inputs, weight_bias, key_mask, scale)
 
 
@@ -205,19 +220,20 @@ class Layer(torch.autograd.Function):
         key_mask: Tensor | None,
         extents: Tensor | None,
         scale: float,
+        backend: str,
     ) -> Tensor:
         return torch.ops.boltzattn.layer_forward(
-            query, key, value, weight, weight_bias, out_bias, key_mask, extents, scale
+            query, key, value, weight, weight_bias, out_bias, key_mask, extents, scale, backend
         )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        *tensors, ctx.scale = inputs
+        *tensors, ctx.scale, ctx.backend = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple:
-        grads = LayerBackward.apply(grad_out, *ctx.saved_tensors, ctx.scale)
+        grads = LayerBackward.apply(grad_out, *ctx.saved_tensors, ctx.scale, ctx.backend)
         weight_bias, out_bias, key_mask = ctx.saved_tensors[4:7]
         grad_weight_bias = grad_out_bias = None
         if out_bias is not None:
@@ -228,7 +244,7 @@ class Layer(torch.autograd.Function):
             if key_mask is not None:
                 sums = sums * ~key_mask.all(1, keepdim=True)
             grad_weight_bias = sums.sum(0).expand_as(weight_bias)
-        return *grads, grad_weight_bias, grad_out_bias, None, None, None
+        return *grads, grad_weight_bias, grad_out_bias, None, None, None, None
 
 
 class LayerBackward(torch.autograd.Function):
@@ -246,21 +262,21 @@ class LayerBackward(torch.autograd.Function):
         key_mask: Tensor | None,
         extents: Tensor | None,
         scale: float,
+        backend: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return torch.ops.boltzattn.layer_backward(
-            grad_out, query, key, value, weight, weight_bias, out_bias, key_mask, extents, scale
-        )
+        call = query, key, value, weight, weight_bias, out_bias, key_mask, extents, scale, backend
+        return torch.ops.boltzattn.layer_backward(grad_out, *call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        *tensors, ctx.scale = inputs
+        *tensors, ctx.scale, ctx.backend = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         *variables, weight_bias, _out_bias, key_mask, _extents = ctx.saved_tensors
         second = LayerDoubleBackward.apply(*grads, *variables, weight_bias, key_mask, ctx.scale)
-        return *second, None, None, None, None, None
+        return *second, None, None, None, None, None, None
 
 
 class LayerDoubleBackward(torch.autograd.Function):

@@ -24,38 +24,81 @@ class Plan:
     kernels: tuple[Callable, Callable] = field(repr=False)
 
 
-# Nanoseconds on one core of an AMD EPYC (Zen 3), fp32, measured by `make micro`. Only their ratio
-# decides, and it decides the same way on any machine that is not very unlike.
-DIRECT_PAIR = 0.75  # a query and a key: score, exponential, sums
-DIRECT_PAIR_COLUMN = 0.022  # and each of the rank + dv multiply-adds
-TRANSFORM_HEAD = 45_000.0  # the core, at ordinary temperatures
-TRANSFORM_HEAD_COLUMN = 550.0
-TRANSFORM_TOKEN = 16.0  # a query or a key
-TRANSFORM_TOKEN_COLUMN = 0.32
+@dataclass(frozen=True)
+class Costs:
+    """Nanoseconds of one device. Only ratios decide."""
+
+    direct_pair: float  # a query and a key: score, exponential, sums
+    direct_pair_column: float  # and each of the rank + dv multiply-adds
+    transform_call: float
+    transform_head: float  # the core, at ordinary temperatures
+    transform_head_column: float
+    transform_token: float  # a query or a key
+    transform_token_column: float
+    product: float  # a multiply-add of torch's matrix products
+    core_product: float  # and of the core, in fp64
+
+
+# One core of an AMD EPYC (Zen 3), fp32, measured by `make micro`; the choice is the same on any
+# machine that is not very unlike.
+CPU = Costs(
+    direct_pair=0.75,
+    direct_pair_column=0.022,
+    transform_call=0.0,
+    transform_head=45_000.0,
+    transform_head_column=550.0,
+    transform_token=16.0,
+    transform_token_column=0.32,
+    product=0.031,
+    core_product=0.06,
+)
+# An A100 by its data sheet, as in triton_kernels/report.py: modelled, not measured. A pair takes
+# about 30 fp32 operations (19.5e12 a second), a column of it 3 tf32 products (156e12); a token
+# moves 59 bytes and a column of it, bf16, 2 (2.04e12); the core of 200 x 150 nodes is fp64 (19.5e12
+# with matrix units); a call is 10 launches of 5 us that have little to do.
+GPU = Costs(
+    direct_pair=1.5e-3,
+    direct_pair_column=4e-5,
+    transform_call=5e4,
+    transform_head=20.0,
+    transform_head_column=3.0,
+    transform_token=0.03,
+    transform_token_column=1e-3,
+    product=1.3e-5,
+    core_product=1e-4,
+)
 # A head of the reference's transform is some hundred calls of torch; against the reference's own
 # direct method it breaks even at about 1,800 tokens.
 REFERENCE_TRANSFORM_HEAD = 3e6
 
 
+def costs(device: str) -> Costs:
+    return GPU if device == "cuda" else CPU
+
+
 def direct_cost(request: Request) -> float:
-    """Nanoseconds of one core for the direct method, forward."""
+    """Nanoseconds for the direct method, forward."""
+    cost = costs(request.device)
     pairs: float = request.heads * request.n_q * request.n_k
     if request.is_causal:
         pairs *= 0.5
-    return pairs * (DIRECT_PAIR + DIRECT_PAIR_COLUMN * (request.rank + request.dv))
+    return pairs * (cost.direct_pair + cost.direct_pair_column * (request.rank + request.dv))
 
 
-def transform_cost(request: Request, head: float = TRANSFORM_HEAD) -> float:
-    """Nanoseconds of one core for the transform, forward; causal calls take one per level."""
-    head = head + TRANSFORM_HEAD_COLUMN * request.dv
-    token = TRANSFORM_TOKEN + TRANSFORM_TOKEN_COLUMN * request.dv
+def transform_cost(request: Request, head: float | None = None) -> float:
+    """Nanoseconds for the transform, forward; causal calls take one per level."""
+    cost = costs(request.device)
+    head = (cost.transform_head if head is None else head) + cost.transform_head_column * request.dv
+    token = cost.transform_token + cost.transform_token_column * request.dv
     if not request.is_causal:
-        return request.heads * (head + token * (request.n_q + request.n_k))
+        tokens = request.n_q + request.n_k
+        return cost.transform_call + request.heads * (head + token * tokens)
     n = min(request.n_q, request.n_k)
     leaf = request._replace(n_q=n, n_k=min(n, causal.LEAF))
     levels = max(0, math.ceil(math.log2(max(1, n / causal.LEAF))))
     problems = max(1, n / causal.LEAF)  # pairs over all levels
-    return direct_cost(leaf) + request.heads * (head * problems + token * n * levels)
+    calls = cost.transform_call * levels
+    return direct_cost(leaf) + calls + request.heads * (head * problems + token * n * levels)
 
 
 @lru_cache(maxsize=1024)
@@ -67,7 +110,7 @@ def choose(request: Request, method: str, backend: str) -> Plan:
             request, "transform", backend
         ):
             slow = backends.select(request, "transform", backend).name == "reference"
-            cost = transform_cost(request, REFERENCE_TRANSFORM_HEAD if slow else TRANSFORM_HEAD)
+            cost = transform_cost(request, REFERENCE_TRANSFORM_HEAD if slow else None)
             method = "transform" if cost < direct_cost(request) else "direct"
     served_by = backends.select(request, method, backend)
     kernels = served_by.kernels(method)
@@ -77,9 +120,6 @@ def choose(request: Request, method: str, backend: str) -> Plan:
     return Plan(method, served_by.name, kernels)
 
 
-# Nanoseconds of one core for a multiply-add of torch's matrix products, and of the core in fp64.
-LINEAR_PRODUCT = 0.031
-CORE_PRODUCT = 0.06
 CORE_NODES = 150  # on the key axis, at ordinary temperatures
 
 
@@ -101,15 +141,17 @@ def projects_at_nodes(
     if (
         w_q.shape[0] != num_heads
         or (w_o is None and num_heads > 1)  # the heads' outputs do not add up
-        or x.device.type != "cpu"
         or not all(isinstance(size, int) and size > 0 for size in sizes)  # may be symbolic
         or transformed()
     ):
         return False
-    return _nodes_are_cheaper(x.dtype, num_heads, *sizes, w_o is not None, method, backend)
+    return _nodes_are_cheaper(
+        x.device.type, x.dtype, num_heads, *sizes, w_o is not None, method, backend
+    )
 
 
 def _nodes_are_cheaper(
+    device: str,
     dtype: torch.dtype,
     num_heads: int,
     batch: int,
@@ -121,14 +163,15 @@ def _nodes_are_cheaper(
     method: str,
     backend: str,
 ) -> bool:
-    request = Request("cpu", dtype, num_heads * batch, n, n, 1, dv)
+    request = Request(device, dtype, num_heads * batch, n, n, 1, dv)
     taken = choose(request, method, backend)
-    if (taken.method, taken.backend) != ("transform", "cpu"):
+    if taken.method != "transform" or taken.backend not in ("cpu", "triton"):
         return False
-    fixed = num_heads * d * d_out * (CORE_NODES * CORE_PRODUCT + outward * LINEAR_PRODUCT * dv)
-    fixed += request.heads * TRANSFORM_HEAD_COLUMN * (d_out - dv)
-    at_nodes = TRANSFORM_TOKEN_COLUMN * (d + d_out)
-    first = 2 * TRANSFORM_TOKEN_COLUMN * dv + LINEAR_PRODUCT * dv * (d + outward * d_out)
+    cost = costs(device)
+    fixed = num_heads * d * d_out * (CORE_NODES * cost.core_product + outward * cost.product * dv)
+    fixed += request.heads * cost.transform_head_column * (d_out - dv)
+    at_nodes = cost.transform_token_column * (d + d_out)
+    first = 2 * cost.transform_token_column * dv + cost.product * dv * (d + outward * d_out)
     return fixed + request.heads * n * at_nodes < request.heads * n * first
 
 

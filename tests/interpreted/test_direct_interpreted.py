@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import boltzattn
 import pytest
 import torch
-from check import assert_attention, run
+from check import assert_alike, assert_attention, run
 from covering import pairwise
+from oracle import magnitudes
 from servers import Server
 from test_attention import Case, call_of
 from torch import Tensor
@@ -90,3 +93,14 @@ def test_bitwise_the_same_twice() -> None:
 def test_auto_does_not_take_the_interpreter() -> None:
     query, key, value = _inputs(4, 5, 1, 3)
     assert "backend triton" not in boltzattn.explain(query, key, value).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{}, {"is_causal": True}, {"key_padding_mask": torch.arange(65) % 3 == 0}],
+    ids=["plain", "causal", "padding"],
+)
+def test_as_the_cpu_backend(call: dict[str, Any]) -> None:
+    tensors = (*_inputs(65, 65, 2, 5), torch.randn(2, 65, 5))
+    ours, cpus = run(TRITON, *tensors, **call), run(Server("direct", "cpu"), *tensors, **call)
+    assert_alike(ours, cpus, magnitudes(*tensors, **call))
