@@ -208,12 +208,11 @@ def test_transform_of_odd_heads(keys: str) -> None:
 
 
 @pytest.mark.full
-def test_low_temperature() -> None:
-    """Many panels, and one key that takes all the weight."""
+def test_more_panels_than_there_is_room_for() -> None:
+    """At a low temperature so few queries are not worth their panels: left to `direct`."""
     p = problem(torch.float32, (40, 300), 4, scale=40.0)
     machine = assert_runs("transform", p)[0]
-    assert (machine.report[:, 0] == 1).all()
-    assert (machine.report[:, 3] > 10).all()
+    assert (machine.report[:, 0] == 0).all()
 
 
 def test_results_do_not_depend_on_the_order_of_blocks() -> None:
@@ -264,15 +263,14 @@ PROJECT = pairwise(
 )
 
 
-@pytest.mark.full
 def test_every_kernel_is_executed() -> None:
     """No instantiation is shipped that has never run: all that are in the PTX, one by one."""
     executed.clear()
     for dtype in DTYPES:
         for dv in (5, 70):  # few columns and many have kernels of their own
-            assert_runs("direct", problem(dtype, (40, 33), dv))
-        assert_runs("transform", problem(dtype, (60, 70), 5, scale=0.25))
-        assert_project(dtype, (1, 70), 5, 2, "dense", True)
+            assert_runs("direct", problem(dtype, (9, 7), dv, heads=1))
+        assert_runs("transform", problem(dtype, (12, 15), 5, scale=0.25, heads=1))
+        assert_project(dtype, (1, 5), 5, 2, "dense", True)
     never = sorted(map(readable, modules().keys() - executed))
     assert not never
     print(f"{len(executed)} kernels")
