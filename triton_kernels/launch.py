@@ -218,7 +218,7 @@ def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int) -> dict[
     fixed = {
         "CHUNK": CHUNK,
         "TILE": tile.TILE,
-        "BLOCK_DV": column_block(dtype, dv),
+        "BLOCK_DV": min(64, column_block(dtype, dv)),
         "NODES": nodes,
         # Half precision is not worth a weight's last digits.
         "WORK": tl.float64 if dtype == torch.float32 else tl.float32,

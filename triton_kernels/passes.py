@@ -137,7 +137,7 @@ def moments_kernel(
     nodes, columns = tl.arange(0, NODES), tl.arange(0, BLOCK_DV)
     own = end_value(value, head, lead, row, end_of_key_panel(panel, row), column, columns, dv)
     sums = tl.zeros([NODES, BLOCK_DV], WORK)
-    held = tl.zeros([TILE, NODES], WORK)
+    total = tl.zeros([NODES], WORK)
     for tile in range(start, end, TILE):
         position = tile + tl.arange(0, TILE)
         inside = position < end
@@ -152,8 +152,7 @@ def moments_kernel(
             sums += part.to(tl.float64)
         else:
             sums = sum_onto_nodes(weight, v, sums, DOT, PRECISION)
-        held += weight
-    total = tl.sum(held, 0)
+        total += tl.sum(weight, 0)
     if sums.dtype == tl.float32:
         sums -= total[:, None] * own[None, :]
     to = (head.to(tl.int64) * slots + slot) * NODES
