@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-from boltzattn import cuda_report
 from boltzattn.triton_kernels import direct, layer, transform
 from boltzattn.triton_kernels.compilation import (
     TARGETS,
@@ -236,18 +235,15 @@ def lines() -> Iterator[str]:
 
 
 def main() -> None:
-    print("# What the GPU kernels take\n")
+    print("# What the Triton kernels take\n")
     print(
         "Written by `python -m boltzattn.triton_kernels.report`. Registers, shared memory and "
         "spills are\nwhat the compilers say. Bytes, operations and times are **modelled, not "
-        "measured**: no GPU has run\nthese kernels.\n\n## Triton\n"
+        "measured**: no GPU has run\nthese kernels. The CUDA kernels have a table of their own, "
+        "[`gpu-report-cuda.md`](gpu-report-cuda.md).\n"
     )
     for line in lines():
         print(line, flush=True)
-    print("\n## CUDA\n\nAs `ptxas` said when the extension was built:\n\n```")
-    for line in cuda_report.lines():
-        print(line)
-    print("```")
 
 
 if __name__ == "__main__":
