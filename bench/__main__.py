@@ -53,17 +53,22 @@ def run(
     path: Path,
     effort: measure.Effort,
 ) -> Records:
-    """Measure what is not there yet; the CSV is whole after every case."""
+    """Measure what is not there yet; the CSV is whole after every case, or every group of them."""
     todo = [e for e in grid if not results.is_done(e, here, records, able(e))]
-    cost = [measure.expected_seconds(entry, able(entry), effort) for entry in todo]
+    cost = {e.case: measure.expected_seconds(e, able(e), effort) for e in todo}
+    spent = dict.fromkeys(cost, 0.0)
     layout = "{percentage:3.0f}%|{bar}| {elapsed} spent, {remaining} left, {postfix}"
-    with tqdm(total=sum(cost), bar_format=layout, disable=None) as bar:
-        for entry, weight in zip(todo, cost, strict=True):
-            bar.set_postfix_str(entry.case.label)
-            fresh = [Record(here, entry.case, row) for row in measure.measure(entry, effort)]
-            records = results.replace_case(records, fresh)
+    with tqdm(total=sum(cost.values()), bar_format=layout, disable=None) as bar:
+
+        def progress(entry: Entry, done: float) -> None:
+            bar.set_postfix_str(entry.case.label, refresh=False)
+            bar.update(cost[entry.case] * done - spent[entry.case])
+            spent[entry.case] = cost[entry.case] * done
+
+        for group in [todo] if effort.together else [[entry] for entry in todo]:
+            for case, rows in measure.measure(group, effort, progress).items():
+                records = results.replace_case(records, [Record(here, case, row) for row in rows])
             results.save(path, records)
-            bar.update(weight)
     # In the order of the grid, whatever order they were measured in; others' rows stay out.
     order = {entry.case: i for i, entry in enumerate(grid)}
     mine = [r for r in records if r.environment == here and r.case in order]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,29 +21,60 @@ class ChildError(RuntimeError):
     """The child raised, or died; the message says which."""
 
 
+class Child:
+    """A process that runs a generator, step by step as it is asked to."""
+
+    def __init__(self, function: Callable[..., Generator[Any, None, Any]], *arguments: Any) -> None:
+        """`function(*arguments)` begins with the first step; both must be picklable."""
+        self._pipe, theirs = _context.Pipe()
+        self._process = _context.Process(target=_serve, args=(theirs, function, arguments))
+        self._process.start()
+        theirs.close()
+
+    def step(self) -> tuple[bool, Any]:
+        """Run up to the next yield: (False, what it yields), or (True, what it returns)."""
+        try:
+            self._pipe.send(None)
+            kind, answer = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            code = self._process.exitcode
+            raise ChildError(f"the process died with exit code {code}") from None
+        except BaseException:
+            self.stop()  # Ctrl-C: do not leave a measurement behind
+            raise
+        if kind != "yielded":
+            self._process.join()
+        if kind == "raised":
+            raise ChildError(answer)
+        return kind == "returned", answer
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
 def run(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)` computed in a fresh process; both must be picklable."""
-    receiver, sender = _context.Pipe(duplex=False)
-    process = _context.Process(target=_serve, args=(sender, function, arguments))
-    process.start()
-    sender.close()
+    return Child(_at_once, function, arguments).step()[1]
+
+
+def _at_once(function: Callable[..., Any], arguments: tuple) -> Generator[None, None, Any]:
+    return function(*arguments)
+    yield
+
+
+def _serve(
+    pipe: Connection, function: Callable[..., Generator[Any, None, Any]], arguments: tuple
+) -> None:
+    steps = function(*arguments)
     try:
-        done, answer = receiver.recv()
+        while True:
+            pipe.recv()
+            pipe.send(("yielded", next(steps)))
+    except StopIteration as end:
+        pipe.send(("returned", end.value))
     except EOFError:
-        process.join()
-        raise ChildError(f"the process died with exit code {process.exitcode}") from None
-    except BaseException:
-        process.terminate()  # Ctrl-C: do not leave a measurement behind
-        process.join()
-        raise
-    process.join()
-    if not done:
-        raise ChildError(answer)
-    return answer
-
-
-def _serve(sender: Connection, function: Callable[..., Any], arguments: tuple) -> None:
-    try:
-        sender.send((True, function(*arguments)))
+        pass  # nobody is interested any more
     except Exception:
-        sender.send((False, traceback.format_exc().strip()))
+        pipe.send(("raised", traceback.format_exc().strip()))

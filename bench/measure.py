@@ -10,7 +10,8 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,63 +33,105 @@ MB = 2**20
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure. A provider gets samples until its share is used up, but at least 3.
+    """How long to measure.
 
-    A sample is the fastest of the calls that fit into `sample_s`: what else the machine does can
-    only add time. Of long calls 2 are enough: what disturbs them averages out within each.
+    A sample is the fastest of the calls that fit into `sample_s`, but at least 2: what else the
+    machine does can only add time. A provider gets samples until its share is used up, but at least
+    3. Of long calls 2 samples of one call are enough: what disturbs them averages out within each.
     """
 
     seconds_per_provider: float
     longest_call_s: float
-    most_samples: int = 60
-    sample_s: float = 5e-3
-    long_call_s: float = math.inf
+    sample_s: float = 0.02
+    long_call_s: float = 1.0
+    together: bool = False  # cases take turns, too, else one comes after the other
 
-    def least_samples(self, call_s: float) -> int:
-        return 3 if call_s <= self.long_call_s else 2
+    def repeats(self, call_s: float) -> int:
+        return 1 if call_s > self.long_call_s else max(2, math.ceil(self.sample_s / call_s))
+
+    def done(self, samples: int, spent: float, call_s: float) -> float:
+        """How much of a provider's share is measured; 1: all of it."""
+        least = 2 if call_s > self.long_call_s else 3
+        return min(spent / max(self.seconds_per_provider, 1e-9), samples / least)
 
 
-QUICK = Effort(seconds_per_provider=0.8, longest_call_s=3.0, long_call_s=1.0)
-FULL = Effort(seconds_per_provider=1.0, longest_call_s=4.0, long_call_s=1.0)
+QUICK = Effort(seconds_per_provider=0.3, longest_call_s=3.0, together=True)
+FULL = Effort(seconds_per_provider=0.5, longest_call_s=4.0)
 
 
-def measure(entry: Entry, effort: Effort) -> list[Row]:
-    """All rows of a case, those of providers that cannot take part included.
+def measure(
+    entries: Sequence[Entry], effort: Effort, progress: Callable[[Entry, float], None]
+) -> dict[Case, list[Row]]:
+    """All rows of some cases, those of providers that cannot take part included.
 
-    Timing happens in one fresh process, where providers take turns, so that noise hits them alike;
-    memory in one fresh process for each provider.
+    Timing happens in one fresh process per case, where providers take turns, so that noise hits
+    them alike; and so do these processes, so that a slow minute is a few samples of every row
+    rather than all samples of a few. Memory is measured in one fresh process for each provider.
+    `progress(entry, how much of it is done)` is called from time to time.
     """
-    case, rows, able = entry.case, [], []
+    rows = {entry.case: _candidates(entry) for entry in entries}
+    done = dict.fromkeys(range(len(entries)), -1.0)  # not begun
+    children = [
+        child.Child(
+            _time_in_turns,
+            entry.case,
+            [row for row in rows[entry.case] if not row.status],
+            effort,
+            effort.longest_call_s * entry.patience,
+        )
+        for entry in entries
+    ]
+    try:
+        while done:
+            at = min(done, key=done.__getitem__)  # the one that has least, so that all end together
+            entry = entries[at]
+            try:
+                finished, answer = children[at].step()
+            except child.ChildError as error:
+                finished, answer = True, [row for row in rows[entry.case] if not row.status]
+                for row in answer:
+                    row.status, row.reason = FAILED, str(error).splitlines()[-1]
+            if finished:
+                del done[at]
+                by_name = {row.provider: row for row in answer}
+                rows[entry.case] = [by_name.get(r.provider, r) for r in rows[entry.case]]
+            else:
+                done[at] = answer
+            progress(entry, done.get(at, 1.0))
+    finally:
+        for at in done:
+            children[at].stop()
+    with ThreadPoolExecutor(2) as pool:  # unlike time, memory can be measured side by side
+        list(pool.map(_fill_memory, *zip(*((c, r) for c in rows for r in rows[c]), strict=True)))
+    for case, found in rows.items():
+        fill_ratios(case, found)
+    return rows
+
+
+def _fill_memory(case: Case, row: Row) -> None:
+    if row.measured and row.kind != "yardstick":
+        with contextlib.suppress(child.ChildError):  # leaves the cells empty
+            row.peak_mb, row.extra_mb = child.run(_memory, case, row.provider)
+
+
+def _candidates(entry: Entry) -> list[Row]:
+    """A row for every provider; those that cannot take part have a status already."""
+    case, rows = entry.case, []
     for name, reason in providers.taking_part(case, entry.providers).items():
         provider = providers.table()[name]
-        row = Row(name, provider.kind, provider.growth, SKIPPED, reason or "")
+        row = Row(name, provider.kind, provider.growth, SKIPPED if reason else "", reason or "")
         rows.append(row)
         needed = provider.matrices(case) * case.batch * case.heads * case.n**2
         needed *= getattr(torch, case.dtype).itemsize
         if reason is None and case.device == "cpu" and needed > available_memory() / 2:
             row.status, row.reason = TOO_LARGE, "its n x n matrices do not fit into memory"
-        elif reason is None:
-            able.append(row)
-
-    limit = effort.longest_call_s * entry.patience
-    try:
-        timed = child.run(_time_in_turns, case, able, effort, limit)
-    except child.ChildError as error:
-        timed = able
-        for row in timed:
-            row.status, row.reason = FAILED, str(error).splitlines()[-1]
-    by_name = {row.provider: row for row in timed}
-    rows = [by_name.get(row.provider, row) for row in rows]
-    for row in rows:
-        if row.measured and row.kind != "yardstick":
-            with contextlib.suppress(child.ChildError):  # leaves the cells empty
-                row.peak_mb, row.extra_mb = child.run(_memory, case, row.provider)
-    fill_ratios(case, rows)
     return rows
 
 
-def _time_in_turns(case: Case, rows: list[Row], effort: Effort, limit: float) -> list[Row]:
-    """Fill in time and accuracy. Runs in a child."""
+def _time_in_turns(
+    case: Case, rows: list[Row], effort: Effort, limit: float
+) -> Generator[float, None, list[Row]]:
+    """Fill in time and accuracy. Runs in a child; yields how much is done after every round."""
     settle_allocator()
     if case.threads:
         torch.set_num_threads(case.threads)
@@ -119,7 +162,7 @@ def _time_in_turns(case: Case, rows: list[Row], effort: Effort, limit: float) ->
             row.status, row.reason = FAILED, f"{type(error).__name__}: {_first_line(error)}"
     judges.clear()
 
-    samples = take_turns(calls, effort, seconds)
+    samples = yield from take_turns(calls, effort, seconds)
     for row in rows:
         if row.provider in samples:
             fill_times(row, samples[row.provider], case)
@@ -135,31 +178,30 @@ def take_turns(
     calls: dict[str, Callable[[], object]],
     effort: Effort,
     seconds: StopWatch,
-) -> dict[str, list[float]]:
-    """Seconds per call of each, sampled in rounds whose order rotates."""
-    repeats, samples, spent, least = {}, {}, {}, {}
+) -> Generator[float, None, dict[str, list[float]]]:
+    """Seconds per call of each, sampled in rounds whose order rotates.
+
+    Yields how much is done after every round.
+    """
+    first, samples, spent = {}, {}, {}
     for name, call in calls.items():
-        [spent[name]] = seconds(call, 1)
-        least[name] = effort.least_samples(spent[name])
-        repeats[name] = max(1, math.ceil(effort.sample_s / max(spent[name], 1e-9)))
-        # A long call needs no warm-up beyond that of the accuracy check; a short one has it here.
-        samples[name] = [spent[name]] if repeats[name] == 1 else []
-    for turn in range(effort.most_samples):
-        waiting = [
-            name
-            for name in calls
-            if len(samples[name]) < least[name] or spent[name] < effort.seconds_per_provider
-        ]
+        [first[name]] = seconds(call, 1)
+        # A long call needs no warm-up beyond that of the accuracy check.
+        samples[name] = [first[name]] if effort.repeats(first[name]) == 1 else []
+        spent[name] = sum(samples[name])
+    turn = 0
+    while True:
+        done = {name: effort.done(len(samples[name]), spent[name], first[name]) for name in calls}
+        waiting = [name for name in calls if done[name] < 1]
         if not waiting:
-            break
+            return samples
+        yield min(done.values())
         shift = turn % len(waiting)
+        turn += 1
         for name in waiting[shift:] + waiting[:shift]:
-            if repeats[name] > 1:
-                seconds(calls[name], 1)  # a short call would be timed with its neighbour's caches
-            took = seconds(calls[name], repeats[name])
+            took = seconds(calls[name], effort.repeats(first[name]))
             spent[name] += sum(took)
             samples[name].append(min(took))
-    return samples
 
 
 def fill_times(row: Row, samples: Sequence[float], case: Case) -> None:

@@ -26,8 +26,8 @@ HEADINGS = tuple(
     ]
 )
 LEGEND = """\
-time      median of interleaved samples, each the fastest call within 5 ms (or one longer
-          call); ± interquartile range of them
+time      median of interleaved samples, each the fastest call within 20 ms (or of two longer
+          ones); ± interquartile range of them
 speed-up  over the faster of `sdpa` and `sdpa padded` (layers: one linear map; modules:
           nn.MultiheadAttention) in the same run; none without a passed accuracy check
 of clone  bytes that must be moved / time, relative to value.clone() in the same run

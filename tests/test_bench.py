@@ -61,29 +61,42 @@ class FakeClock:
         return [self.seconds[call] * (1 + i) for i in range(repeats)]
 
 
+def drained(steps):
+    """What a generator returns, and what it yields."""
+    yielded = []
+    while True:
+        try:
+            yielded.append(next(steps))
+        except StopIteration as end:
+            return end.value, yielded
+
+
 def test_providers_take_turns_in_rotating_order():
     clock = FakeClock({"a": 1.0, "b": 1.0, "c": 1.0})
     effort = measure.Effort(seconds_per_provider=0.5, longest_call_s=9)
-    samples = measure.take_turns({name: name for name in "abc"}, effort, clock)
-    assert [call for call, _ in clock.log] == [*"abc", *"abc", *"bca"]
+    samples, _ = drained(measure.take_turns({name: name for name in "abc"}, effort, clock))
+    assert [call for call, _ in clock.log] == [*"abc", *"abc", *"bca", *"cab"]
     assert all(len(s) == 3 for s in samples.values())  # three even when one is too long
 
 
 @pytest.mark.parametrize("effort", [measure.QUICK, measure.FULL])
 def test_two_samples_of_long_calls_are_enough(effort):
     clock = FakeClock({"short": 0.9, "long": 1.1})
-    samples = measure.take_turns({name: name for name in clock.seconds}, effort, clock)
+    samples, _ = drained(measure.take_turns({name: name for name in clock.seconds}, effort, clock))
     assert len(samples["short"]) == 3
     assert len(samples["long"]) == 2
 
 
 def test_short_calls_are_repeated_and_budgets_are_kept():
     clock = FakeClock({"short": 1e-5, "long": 0.4})
-    effort = measure.Effort(2.0, longest_call_s=9, most_samples=20, sample_s=1e-4)
-    samples = measure.take_turns({"short": "short", "long": "long"}, effort, clock)
-    assert ("short", math.ceil(effort.sample_s / 1e-5)) in clock.log
-    assert samples["short"] == [1e-5] * 20  # the fastest call of each
-    assert len(samples["long"]) == 5  # 5 * 0.4 s = 2 s
+    effort = measure.Effort(1e-2, longest_call_s=9, sample_s=1e-4)
+    turns = measure.take_turns({"short": "short", "long": "long"}, effort, clock)
+    samples, progress = drained(turns)
+    assert progress == sorted(progress)
+    assert progress[0] < 0.5 < progress[-1] < 1
+    assert clock.log.count(("short", 10)) == 19  # 55e-5 s each: 1e-2 s is full
+    assert samples["short"] == [1e-5] * 19  # the fastest call of each
+    assert clock.log.count(("long", 2)) == 3  # never less
 
 
 def test_median_spread_and_throughput():
@@ -320,9 +333,10 @@ def counted(monkeypatch):
     """`measure.measure` replaced by one that counts its calls."""
     calls = []
 
-    def fake(entry, effort):
-        calls.append(entry.case)
-        return [row(name) for name in cli.able(entry)] + [row("pykeops", None, status=SKIPPED)]
+    def fake(entries, effort, progress):
+        calls.extend(entry.case for entry in entries)
+        missing = row("pykeops", None, status=SKIPPED)
+        return {e.case: [*(row(name) for name in cli.able(e)), missing] for e in entries}
 
     monkeypatch.setattr(measure, "measure", fake)
     return calls
@@ -346,10 +360,10 @@ def test_an_interrupted_run_keeps_what_it_has(counted, tmp_path, monkeypatch):
     grid = [Entry(Case(n), ("naive",)) for n in (8, 16)]
     path, whole = tmp_path / "x.csv", measure.measure
 
-    def interrupted(entry, effort):
-        if entry.case.n == 16:
+    def interrupted(entries, effort, progress):
+        if entries[0].case.n == 16:
             raise KeyboardInterrupt
-        return whole(entry, effort)
+        return whole(entries, effort, progress)
 
     monkeypatch.setattr(measure, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -456,9 +470,68 @@ def test_children_answer_fail_and_die():
         child.run(os._exit, 3)
 
 
+def measured(entry, effort):
+    """Rows of one case by provider."""
+    rows = measure.measure([entry], effort, lambda entry, done: None)
+    return {r.provider: r for r in rows[entry.case]}
+
+
+def count_down(start):
+    yield from range(start, 0, -1)
+    return "lift-off"
+
+
+def test_children_run_step_by_step():
+    twins = [child.Child(count_down, 2) for _ in range(2)]
+    assert [twin.step() for twin in twins] == [(False, 2)] * 2
+    assert [twins[0].step() for _ in range(2)] == [(False, 1), (True, "lift-off")]
+    assert twins[1].step() == (False, 1)
+    twins[1].stop()
+    with pytest.raises(child.ChildError, match="exit code"):
+        twins[1].step()
+
+
+def test_cases_take_turns(monkeypatch):
+    """A slow minute is a few samples of every row: no case is done before another has begun."""
+    entries = [Entry(Case(n, dv=4), ("naive", "boltzattn direct")) for n in (8, 16, 24)]
+    effort = measure.Effort(0.02, longest_call_s=9, sample_s=1e-4)
+    seen = []
+    rows = measure.measure(entries, effort, lambda e, done: seen.append((e.case.n, done)))
+    assert [case.n for case in rows] == [8, 16, 24]
+    assert all(row.samples >= 3 for found in rows.values() for row in found if row.measured)
+    assert {n for n, _ in seen[: len(entries)]} == {8, 16, 24}
+    last = {n: at for at, (n, _) in enumerate(seen)}
+    assert min(last.values()) > len(seen) / 2
+    assert all(done == 1 for n, done in (seen[at] for at in last.values()))
+
+
+def test_a_case_that_dies_costs_its_own_rows_only(monkeypatch):
+    entries = [Entry(Case(n, dv=4), ("naive",)) for n in (8, 16)]
+    whole = child.Child.step
+
+    def step(self):
+        if self is doomed[0]:
+            self.stop()
+        return whole(self)
+
+    doomed = []
+    start = child.Child.__init__
+
+    def remember(self, *arguments):
+        start(self, *arguments)
+        doomed.append(self)
+
+    monkeypatch.setattr(child.Child, "__init__", remember)
+    monkeypatch.setattr(child.Child, "step", step)
+    first, second = measure.measure(entries, INSTANT, lambda entry, done: None).values()
+    assert first[0].status == FAILED
+    assert "exit code" in first[0].reason
+    assert second[0].measured
+
+
 def test_measuring_a_case_fills_every_cell():
     entry = Entry(Case(256, passes="both"), ("clone", "naive", "sdpa", "boltzattn direct"))
-    rows = {r.provider: r for r in measure.measure(entry, INSTANT)}
+    rows = measured(entry, INSTANT)
     for name in ("naive", "sdpa", "sdpa padded"):
         got = rows[name]
         assert got.status == MEASURED, got.reason
@@ -490,7 +563,7 @@ def test_what_takes_too_long_or_too_much_is_not_started(monkeypatch):
     entry = Entry(Case(16_384), ("naive", "sdpa padded"))
     monkeypatch.setattr(measure, "available_memory", lambda: 2**30)
     hasty = measure.Effort(seconds_per_provider=0.0, longest_call_s=1e-3)
-    rows = {r.provider: r for r in measure.measure(entry, hasty)}
+    rows = measured(entry, hasty)
     assert rows["naive"].status == results.TOO_LARGE
     assert rows["naive"].reason == "its n x n matrices do not fit into memory"
     assert rows["sdpa padded"].status == TOO_SLOW
