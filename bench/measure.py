@@ -42,7 +42,7 @@ class Effort:
 
     seconds_per_provider: float
     longest_call_s: float
-    sample_s: float = 0.02
+    sample_s: float = 0.1
     long_call_s: float = 1.0
     together: bool = False  # cases take turns, too, else one comes after the other
 
@@ -55,7 +55,7 @@ class Effort:
         return min(spent / max(self.seconds_per_provider, 1e-9), samples / least)
 
 
-QUICK = Effort(seconds_per_provider=0.3, longest_call_s=3.0, together=True)
+QUICK = Effort(seconds_per_provider=0.4, longest_call_s=3.0, together=True)
 FULL = Effort(seconds_per_provider=0.5, longest_call_s=4.0)
 
 

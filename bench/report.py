@@ -26,7 +26,7 @@ HEADINGS = tuple(
     ]
 )
 LEGEND = """\
-time      median of interleaved samples, each the fastest call within 20 ms (or of two longer
+time      median of interleaved samples, each the fastest call within 0.1 s (or of two longer
           ones); ± interquartile range of them
 speed-up  over the faster of `sdpa` and `sdpa padded` (layers: one linear map; modules:
           nn.MultiheadAttention) in the same run; none without a passed accuracy check

@@ -13,6 +13,7 @@ from bench import (
     accuracy,
     cases,
     child,
+    compare,
     extrapolation,
     measure,
     plot,
@@ -371,6 +372,25 @@ def test_an_interrupted_run_keeps_what_it_has(counted, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "measure", whole)
     cli.run(grid, HERE, results.load(path), path, INSTANT)
     assert counted == [Case(8), Case(16)]
+
+
+def test_two_runs_are_compared_row_by_row(tmp_path, capsys):
+    times = {
+        "naive": (1.0, 1.14),
+        "sdpa": (1.2, 1.0),
+        "clone": (1e-4, 9e-4),
+        "pykeops": (1.0, None),
+    }
+    for run in range(2):
+        records = [record(name, both[run]) for name, both in times.items()]
+        results.save(tmp_path / f"{run}.csv", records)
+    paths = [str(tmp_path / f"{run}.csv") for run in range(2)]
+    assert compare.main(paths) == 1
+    apart, count = capsys.readouterr().out.splitlines()
+    assert apart.split()[:4] == ["20%", "1200", "and", "1000"]
+    assert apart.endswith("sdpa")
+    assert count == "1 of 2 medians above 1 ms agree within 15 %"  # one too short, one not measured
+    assert compare.main(paths[:1] * 2) == 0
 
 
 def test_a_case_is_measured_again_as_a_whole_when_a_provider_is_new():
