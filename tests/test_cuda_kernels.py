@@ -226,15 +226,13 @@ def test_results_do_not_depend_on_the_order_of_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "most"),
-    [(torch.float32, 1.5), pytest.param(torch.bfloat16, 1.8, marks=pytest.mark.full)],
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)]
 )
-def test_bytes_of_the_token_passes(dtype: torch.dtype, most: float) -> None:
-    """Forward moves little more than its inputs and outputs, the core (no n in it) aside.
+def test_bytes_of_the_token_passes(dtype: torch.dtype) -> None:
+    """Forward moves at most 1.5 times its inputs and outputs, the core (no n in it) aside.
 
     In sectors of 32 bytes, which is what memory moves: lanes of a warp that read the same row share
-    them. The aim is 1.5. bf16 is at 1.75 and held there: its rows are half as long, while indices,
-    places, lse and the partial sums of panels are as large as in fp32.
+    them.
     """
     n, dv = 4096, 64
     query, key = torch.randn(2, 1, n, 1).mul(0.3).to(dtype).unbind()
@@ -248,7 +246,7 @@ def test_bytes_of_the_token_passes(dtype: torch.dtype, most: float) -> None:
             moved += 32 * sum(result.sectors.values())
     least = n * (dtype.itemsize * (1 + 1 + dv + dv) + 8)  # query, key, value, out; lse
     print(f"{moved / least:.2f} of the minimum")
-    assert moved <= most * least
+    assert moved <= 1.5 * least
 
 
 PROJECT = pairwise(

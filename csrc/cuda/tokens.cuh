@@ -108,22 +108,20 @@ struct NodeSums {
   }
 };
 
-// sums += weight^T (row - centre) over the warp's tokens and columns column .. of a matrix.
+// sums += weight^T (row - centre) over the warp's tokens and columns column .. of a matrix;
+// `centre` starts there, too, and may be null.
 // `visit(i, x)` sees token i of the segment and its numbers x[kColumnsEach] before centring.
 template <class S, class Visit>
 __device__ __forceinline__ void sum_rows(const Segment<Arithmetic<S>>& segment, int count,
                                          const S* head, const Strided& m, int64_t column,
-                                         int64_t columns, const double* centre,
+                                         int64_t columns, const Arithmetic<S>* centre,
                                          NodeSums<Arithmetic<S>, false>& sums, Visit visit) {
   using T = Arithmetic<S>;
   using Lanes = NodeLanes<T, false>;
   constexpr int N = Lanes::kColumnsEach;
   T middle[N];
 #pragma unroll
-  for (int c = 0; c < N; ++c) {
-    const int64_t at = column + Lanes::column(c);
-    middle[c] = centre && at < columns ? T(centre[at]) : T(0);
-  }
+  for (int c = 0; c < N; ++c) middle[c] = centre ? centre[Lanes::column(c)] : T(0);
   const WarpTokens<T> mine(count);
 #pragma unroll 1
   for (int start = mine.first; start < mine.end; start += kFlush) {
@@ -160,16 +158,13 @@ __device__ __forceinline__ void sum_rows(const Segment<Arithmetic<S>>& segment, 
 template <class S>
 __device__ __forceinline__ void sum_rows(const Segment<float>& segment, int count, const S* head,
                                          const Strided& m, int64_t column, int64_t columns,
-                                         const double* centre, NodeSums<float, true>& sums) {
+                                         const float* centre, NodeSums<float, true>& sums) {
   using Lanes = NodeLanes<float, true>;
   constexpr int kTokens = 16, kEach = 4, V = 8, kTiles = Lanes::kColumns / 8;
   const int lane = threadIdx.x % 32, group = lane / 4, mine = lane % 4 * kEach;
   float middle[V];
 #pragma unroll
-  for (int c = 0; c < V; ++c) {
-    const int64_t at = column + group * V + c;
-    middle[c] = centre && at < columns ? float(centre[at]) : 0;
-  }
+  for (int c = 0; c < V; ++c) middle[c] = centre[group * V + c];
   const WarpTokens<float> tokens(count);
 #pragma unroll 1
   for (int start = tokens.first; start < tokens.end; start += kFlush) {

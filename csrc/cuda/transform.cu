@@ -94,11 +94,10 @@ int lay_out(Work& work, bool backward, Pieces pieces) {
     pieces.take(side.counts, heads * side.chunks * side.panels);
     pieces.take(side.panel_start, heads * (side.panels + 1));
     pieces.take(side.segment_start, heads * (side.panels + 1));
-    pieces.take(side.order, heads * side.n);
-    pieces.take(side.place, heads * side.n);
+    pieces.take(side.order, heads * side.n, 2 * element);
     pieces.take(side.node, heads * side.panels * nodes);
     const bool sums = k == 1 || backward;
-    pieces.take(side.partial, sums ? heads * side.segments * nodes * (dv + 1) : 0);
+    pieces.take(side.partial, sums ? heads * side.segments * nodes * (dv + 1) : 0, element);
     pieces.take(side.sums, sums ? heads * side.panels * nodes * (dv + 1) : 0);
   }
   pieces.take(call.totals, totals_bytes(call, backward), 1);
@@ -121,17 +120,19 @@ struct Sequence {
   void run(void (*kernel)(Work), int64_t blocks) {
     if (error == cudaSuccess) error = launch(kernel, blocks, work, stream);
   }
+  template <class T>
   void sort(int64_t keys) {
     work.keys = keys;
     const int64_t blocks = work.g.call.heads * ceil_div(work.side[keys].chunks, kWarps);
-    run(transform_sort<false>, blocks);
-    run(transform_scan, work.g.call.heads);
-    run(transform_sort<true>, blocks);
+    run(transform_sort<T, false>, blocks);
+    run(transform_scan<T>, work.g.call.heads);
+    run(transform_sort<T, true>, blocks);
   }
+  template <class T>
   void join(int64_t keys) {
     work.keys = keys;
     const int64_t tiles = ceil_div(work.nodes * (work.g.call.dv + 1), kThreads);
-    run(transform_join, work.g.call.heads * work.side[keys].panels * tiles);
+    run(transform_join<T>, work.g.call.heads * work.side[keys].panels * tiles);
   }
 };
 
@@ -142,10 +143,10 @@ void build(Sequence& sequence) {
   const int64_t heads = work.g.call.heads;
   sequence.run(transform_range, heads * work.range_chunks);
   sequence.run(transform_layout, heads);
-  sequence.sort(0);
-  sequence.sort(1);
+  sequence.template sort<T>(0);
+  sequence.template sort<T>(1);
   sequence.run(transform_moments<S>, heads * work.side[1].segments);
-  sequence.join(1);
+  sequence.template join<T>(1);
   sequence.run(transform_core<T, Slopes>,
                heads * work.side[0].panels * ceil_div(work.g.call.dv, CoreLanes<T>::kColumns));
   sequence.run(transform_key_error, ceil_div(heads * work.side[0].panels * work.nodes, kThreads));
@@ -197,7 +198,7 @@ cudaError_t transform_backward(const Gradient& g, void* const* pieces, cudaStrea
     using T = Arithmetic<S>;
     build<S, true>(sequence);
     sequence.run(transform_query_gradient<S>, call.heads * work.side[0].segments);
-    sequence.join(0);
+    sequence.template join<T>(0);
     sequence.run(transform_pull, ceil_div(call.heads * work.side[0].panels * work.nodes, kWarps));
     sequence.run(transform_key_tables<T>,
                  call.heads * work.side[1].panels * ceil_div(call.dv, CoreLanes<T>::kColumns));

@@ -168,19 +168,28 @@ struct Spot {
   int panel;
   double place;
 };
-__device__ __forceinline__ Spot locate(const Layout& layout, bool keys, double number) {
-  const Axis& axis = keys ? layout.key : layout.query;
-  const double u =
-      keys ? ::atanh((number - layout.middle) / layout.radius) : ::asinh(number / layout.tau);
-  const double f = (u - axis.origin) * (0.5 / axis.half);
-  int panel = int(f);
-  panel = panel < 0 ? 0 : panel >= axis.panels ? axis.panels - 1 : panel;
-  return {panel, 2 * (f - panel) - 1};
-}
+// What a token's panel depends on. A copy: the layout is read once, not for every token.
+struct Locator {
+  bool keys;
+  double middle, unit;
+  Axis axis;
+  __device__ Locator(const Layout& layout, bool keys)
+      : keys(keys),
+        middle(keys ? layout.middle : 0),
+        unit(keys ? layout.radius : layout.tau),
+        axis(keys ? layout.key : layout.query) {}
+  __device__ __forceinline__ Spot locate(double number) const {
+    const double x = (number - middle) / unit, u = keys ? ::atanh(x) : ::asinh(x);
+    const double f = (u - axis.origin) * (0.5 / axis.half);
+    int panel = int(f);
+    panel = panel < 0 ? 0 : panel >= axis.panels ? axis.panels - 1 : panel;
+    return {panel, 2 * (f - panel) - 1};
+  }
+};
 
 // A warp takes a chunk, 32 tokens at a time. `Place`: tokens go where the scan has made room for
 // them; else they are counted.
-template <bool Place>
+template <class T, bool Place>
 __global__ void __launch_bounds__(kThreads) transform_sort(const __grid_constant__ Work work) {
   __shared__ uint32_t table[kWarps][kMostPanels];
   const Call& call = work.g.call;
@@ -188,12 +197,13 @@ __global__ void __launch_bounds__(kThreads) transform_sort(const __grid_constant
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t groups = ceil_div(side.chunks, kWarps), h = blockIdx.x / groups;
   const int64_t chunk = blockIdx.x % groups * kWarps + warp;
-  const HeadLayout& head = work.heads[h];
-  if (chunk >= side.chunks || !head.usable) return;
+  if (chunk >= side.chunks || !work.heads[h].usable) return;
   const bool keys = work.keys;
+  const Locator locator(work.heads[h].layout, keys);
   const Numbers numbers(call, keys, h);
   const int64_t mask_offset = call.key_mask.data ? head_offset(call, call.key_mask, h) : 0;
-  const int panels = keys ? head.layout.key.panels : head.layout.query.panels;
+  const int panels = locator.axis.panels;
+  Placed<T>* order = static_cast<Placed<T>*>(side.order) + h * side.n;
   uint32_t* counts = side.counts + (h * side.chunks + chunk) * side.panels;
   const uint32_t* start = side.panel_start + h * (side.panels + 1);
   for (int p = lane; p < panels; p += 32) table[warp][p] = Place ? start[p] + counts[p] : 0;
@@ -202,14 +212,11 @@ __global__ void __launch_bounds__(kThreads) transform_sort(const __grid_constant
        first += 32) {
     const int64_t i = first + lane;
     const bool here = i < side.n && (!keys || key_state(call, mask_offset, i) == 1);
-    const Spot spot = here ? locate(head.layout, keys, numbers.at(i)) : Spot{-1, 0};
+    const Spot spot = here ? locator.locate(numbers.at(i)) : Spot{-1, 0};
     const unsigned same = __match_any_sync(kAllLanes, spot.panel);
     const unsigned before = same & ((1u << lane) - 1);
-    if (Place && here) {
-      const int64_t to = h * side.n + table[warp][spot.panel] + __popc(before);
-      side.order[to] = uint32_t(i);
-      side.place[to] = spot.place;
-    }
+    if (Place && here)
+      order[table[warp][spot.panel] + __popc(before)] = {T(spot.place), uint32_t(i)};
     __syncwarp();
     if (here && before == 0) table[warp][spot.panel] += __popc(same);
     __syncwarp();
@@ -219,6 +226,7 @@ __global__ void __launch_bounds__(kThreads) transform_sort(const __grid_constant
 }
 
 // One block per head: counts become positions.
+template <class T>
 __global__ void __launch_bounds__(kThreads) transform_scan(const __grid_constant__ Work work) {
   __shared__ uint32_t total[kMostPanels];
   const Side& side = work.side[work.keys];
@@ -226,7 +234,6 @@ __global__ void __launch_bounds__(kThreads) transform_scan(const __grid_constant
   const HeadLayout& head = work.heads[h];
   if (!head.usable) return;
   const int panels = work.keys ? head.layout.key.panels : head.layout.query.panels;
-  const uint32_t segment = work.nodes == kNodes<float> ? kSegment<float> : kSegment<double>;
   uint32_t* counts = side.counts + h * side.chunks * side.panels;
   for (int p = threadIdx.x; p < panels; p += kThreads) {
     uint32_t sum = 0;
@@ -246,7 +253,7 @@ __global__ void __launch_bounds__(kThreads) transform_scan(const __grid_constant
     side.segment_start[h * (side.panels + 1) + p] = segments;
     if (p == panels) break;
     tokens += total[p];
-    segments += (total[p] + segment - 1) / segment;
+    segments += (total[p] + kSegment<T> - 1) / kSegment<T>;
   }
 }
 
@@ -298,7 +305,8 @@ __device__ __forceinline__ void weigh(const Work& work, const Side& side, const 
       segment.token[i] = 0;
       continue;
     }
-    const double x = side.place[cut.first + i];
+    const Placed<T> placed = static_cast<const Placed<T>*>(side.order)[cut.first + i];
+    const double x = placed.place;
     double product = 1, sum = 0;
     // The products from the left wait in registers, or in the table itself where it is fp64.
     double waiting[sizeof(T) == 4 ? P : 1];
@@ -326,7 +334,7 @@ __device__ __forceinline__ void weigh(const Work& work, const Side& side, const 
       sum += weight * column[a];
       product *= x - node[a];
     }
-    segment.token[i] = side.order[cut.first + i];
+    segment.token[i] = uint32_t(placed.token);
     each(i, segment.token[i], sum);
   }
   __syncthreads();
@@ -334,7 +342,7 @@ __device__ __forceinline__ void weigh(const Work& work, const Side& side, const 
 
 // Sums over the tokens of one column of numbers, number(i): to[a] for node a.
 template <class T, class Number>
-__device__ __forceinline__ void sum_column(const Segment<T>& segment, int count, double* to,
+__device__ __forceinline__ void sum_column(const Segment<T>& segment, int count, T* to,
                                            int64_t stride, double* space, Number number) {
   constexpr int P = kNodes<T>, kParts = kThreads / P, kShare = kSegment<T> / kParts;
   const int a = threadIdx.x % P, part = threadIdx.x / P;
@@ -346,17 +354,34 @@ __device__ __forceinline__ void sum_column(const Segment<T>& segment, int count,
   __syncthreads();
   if (part == 0) {
     for (int other = 1; other < kParts; ++other) sum += space[other * P + a];
-    to[a * stride] = sum;
+    to[a * stride] = T(sum);
   }
-  __syncthreads();
+}
+
+// A block's partial table.
+template <class T>
+__device__ __forceinline__ T* partial_of(const Side& side, const Cut<T>& cut, int64_t columns) {
+  return static_cast<T*>(side.partial) +
+         (cut.head * side.segments + cut.index) * kNodes<T> * (columns + 1);
 }
 
 // Writes what a block has summed for a tile of columns into its partial table.
 template <class T, int N>
 __device__ __forceinline__ void write_partial(const double (*space)[N], int64_t column,
-                                              int64_t columns, double* to) {
+                                              int64_t columns, T* to) {
   for (int e = threadIdx.x; e < kNodes<T> * N; e += kThreads)
-    if (column + e % N < columns) to[e / N * (columns + 1) + column + e % N] = space[e / N][e % N];
+    if (column + e % N < columns)
+      to[e / N * (columns + 1) + column + e % N] = T(space[e / N][e % N]);
+}
+
+// Columns column .. of what the values of a key panel are measured from, zero past the last.
+template <class T, int N>
+__device__ __forceinline__ void load_centre(const Work& work, const Cut<T>& cut, int64_t column,
+                                            T (&to)[N]) {
+  const int64_t at = column + threadIdx.x, dv = work.g.call.dv;
+  if (threadIdx.x >= N) return;
+  const int end = end_of_key_panel(work.heads[cut.head].layout, cut.panel);
+  to[threadIdx.x] = at < dv ? T(work.centre[(2 * cut.head + end) * dv + at]) : T(0);
 }
 
 // Moments of the keys. At low temperature the largest key (for t > 0) or the smallest takes all the
@@ -368,17 +393,17 @@ __global__ void __launch_bounds__(kThreads) transform_moments(const __grid_const
   constexpr int N = NodeLanes<T, kTensorCores<S>>::kColumns;
   __shared__ __align__(16) Segment<T> segment;
   __shared__ double space[kNodes<T>][N];
+  __shared__ T centre[N];
   const Call& call = work.g.call;
   const Side& side = work.side[1];
   const Cut<T> cut(work, side, true);
   if (cut.count == 0) return;
   weigh(work, side, cut, nullptr, segment, [](int, uint32_t, double) {});
-  const Layout& layout = work.heads[cut.head].layout;
-  const double* centre =
-      work.centre + (2 * cut.head + end_of_key_panel(layout, cut.panel)) * call.dv;
   const S* value = head_of<const S>(call, call.value, cut.head);
-  double* to = side.partial + (cut.head * side.segments + cut.index) * kNodes<T> * (call.dv + 1);
+  T* to = partial_of(side, cut, call.dv);
   for (int64_t column = 0; column < call.dv; column += N) {
+    load_centre(work, cut, column, centre);
+    __syncthreads();
     NodeSums<T, kTensorCores<S>> sums;
     sums.clear();
     if constexpr (kTensorCores<S>) {
@@ -435,6 +460,7 @@ __global__ void __launch_bounds__(kThreads) transform_evaluate(const __grid_cons
 }
 
 // Adds up the segments of a panel, in order.
+template <class T>
 __global__ void __launch_bounds__(kThreads) transform_join(const __grid_constant__ Work work) {
   const Side& side = work.side[work.keys];
   const int64_t entries = work.nodes * (work.g.call.dv + 1), tiles = ceil_div(entries, kThreads);
@@ -447,7 +473,7 @@ __global__ void __launch_bounds__(kThreads) transform_join(const __grid_constant
   double sum = 0;
 #pragma unroll 8
   for (uint32_t s = starts[0]; s < starts[1]; ++s)
-    sum += side.partial[(h * side.segments + s) * entries + e];
+    sum += static_cast<const T*>(side.partial)[(h * side.segments + s) * entries + e];
   side.sums[(h * side.panels + panel) * entries + e] = sum;
 }
 
@@ -690,7 +716,7 @@ __global__ void __launch_bounds__(kThreads)
   const S* grad_out = head_of<const S>(call, g.grad_out, cut.head);
   const T* slopes = static_cast<const T*>(work.table) +
                     (cut.head * side.panels + cut.panel) * kNodes<T> * call.dv;
-  double* to = side.partial + (cut.head * side.segments + cut.index) * kNodes<T> * (call.dv + 1);
+  T* to = partial_of(side, cut, call.dv);
   for (int64_t column = 0; column < call.dv; column += N) {
     T slope[Lanes::kNodesEach][Lanes::kColumnsEach];
 #pragma unroll
@@ -820,6 +846,7 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
   __shared__ __align__(16) Segment<T> segment;
   __shared__ __align__(16) NodeTable<S> table;
   __shared__ T grad_s[kSegment<T>];
+  __shared__ T centre[Lanes::kColumns];
   const Gradient& g = work.g;
   const Call& call = g.call;
   const Side& side = work.side[1];
@@ -827,14 +854,12 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
   if (cut.count == 0 || !work.served[cut.head]) return;
   weigh(work, side, cut, work.slope_last, segment,
         [&](int i, uint32_t, double rest) { grad_s[i] = T(rest); });
-  const Layout& layout = work.heads[cut.head].layout;
-  const double* centre =
-      work.centre + (2 * cut.head + end_of_key_panel(layout, cut.panel)) * call.dv;
   const S* value = head_of<const S>(call, call.value, cut.head);
   S* grad_value = head_of<S>(call, g.grad_value, cut.head);
   const int64_t offset = (cut.head * side.panels + cut.panel) * kNodes<T> * call.dv;
   const WarpTokens<T> mine(cut.count);
   for (int64_t column = 0; column < call.dv; column += Lanes::kColumns) {
+    load_centre(work, cut, column, centre);
     for (int slopes = 0; slopes < 2; ++slopes) {
       table.load(static_cast<const T*>(slopes ? work.slope_table : work.value_table) + offset,
                  column, call.dv);
@@ -862,7 +887,7 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
                                       call.dv, x);
 #pragma unroll
             for (int k = 0; k < Lanes::V; ++k)
-              if (at + k < call.dv) dot += (x[k] - T(centre[at + k])) * row[t][c + k];
+              dot += (x[k] - centre[Lanes::column(c) + k]) * row[t][c + k];
           }
           if (!slopes) continue;
 #pragma unroll

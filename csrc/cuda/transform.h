@@ -1,6 +1,8 @@
 // The transform's workspace: what its kernels hand to each other in device memory. No torch.
 #pragma once
 
+#include <type_traits>
+
 #include "certificate.h"
 #include "cuda/problem.h"
 
@@ -13,6 +15,14 @@ struct RangePart {
   double t_min, t_max, s_min, s_max;
   int64_t keys, at_max, at_min;  // where the largest and the smallest key stand
   int64_t regular;               // all numbers finite, and the mask is no bias
+};
+
+// A token where its panel comes in the order of panels. The place is rounded to T: no more than a
+// number of type T is off anyway.
+template <class T>
+struct alignas(2 * sizeof(T)) Placed {  // written and read as one
+  T place;                              // in [-1, 1] on the panel
+  std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t> token;
 };
 
 struct HeadLayout {
@@ -29,10 +39,9 @@ struct Side {
   uint32_t* counts;         // [chunks][panels]: tokens of a chunk on a panel, then where they go
   uint32_t* panel_start;    // [panels + 1]: tokens in the order of panels
   uint32_t* segment_start;  // [panels + 1]: segments in that order
-  uint32_t* order;          // [n]: tokens
-  double* place;            // [n]: in [-1, 1] on the panel, in that order
+  void* order;              // [n]: Placed<T>
   double* node;             // [panels][nodes]: t, or s - middle
-  double* partial;          // [segments][nodes][dv + 1]
+  void* partial;            // [segments][nodes][dv + 1] in T
   double* sums;             // [panels][nodes][dv + 1]
 };
 
