@@ -128,12 +128,14 @@ class Launched:
     result: ptxrun.Result
 
     def repeat(self, kernel: ptxrun.Kernel) -> bool:
-        """Whether `kernel` leaves the same bytes behind."""
+        """Whether `kernel` leaves the same bytes behind; an error if it takes 20 times as long."""
         tensors = {address: twin(x) for address, x in self.before.items()}
         arguments = [struct_argument(words, tensors) for words in self.words]
         blocks, threads, shared = self.size
-        # A kernel that was damaged may run forever: a hundred times the longest of the others.
-        kernel.launch((blocks,), (threads,), arguments, shared, max_steps=300_000, **self.options)
+        # A kernel that was damaged may run forever.
+        most = 20 * self.result.instructions
+        limits = {"max_steps": most, "max_total_steps": most}
+        kernel.launch((blocks,), (threads,), arguments, shared, **limits, **self.options)
         return all(
             torch.equal(as_bytes(x), as_bytes(self.after[address]))
             for address, x in tensors.items()
@@ -161,7 +163,12 @@ class Machine:
         self.tensors: dict[int, Tensor] = {}
         self.launched: list[Launched] | None = [] if record else None
         self.results: list[ptxrun.Result] = []
-        self.options = {"uninit": "report", "globalcheck": True, **options}
+        self.options = {
+            "uninit": "report",
+            "intrawarp": "barriers",
+            "globalcheck": True,
+            **options,
+        }
 
     def hold(self, x: Tensor) -> int | None:
         """The address of a tensor, which is thereby known to kernels."""

@@ -215,6 +215,17 @@ def test_more_panels_than_there_is_room_for() -> None:
     assert (machine.report[:, 0] == 0).all()
 
 
+@pytest.mark.full
+def test_many_panels() -> None:
+    """At a low temperature so many queries are worth their panels, more than a hundred of them."""
+    p = problem(torch.float32, (8192, 300), 4, scale=300.0, heads=1)
+    # Races within a block are looked for where there are few blocks, all of which do the same.
+    for machine in assert_runs("transform", p, racecheck=False):
+        served, panels = machine.report[0, 0], machine.report[0, 3]
+        assert served == 1
+        assert panels > 100
+
+
 def test_results_do_not_depend_on_the_order_of_blocks() -> None:
     p = problem(torch.float32, (150, 40), 4, scale=0.25)
     runs = [

@@ -69,13 +69,12 @@ __device__ __forceinline__ void join(RangePart& a, const RangePart& b) {
 __device__ __forceinline__ RangePart nothing() {
   return {INFINITY, -INFINITY, INFINITY, -INFINITY, 0, INT64_MAX, INT64_MAX, 1};
 }
-// part[0] = all of them joined.
+// part[0] = all of them joined, for the first thread.
 __device__ __forceinline__ void join_block(RangePart* part) {
   for (int step = kThreads / 2; step > 0; step /= 2) {
     __syncthreads();
     if (int(threadIdx.x) < step) join(part[threadIdx.x], part[threadIdx.x + step]);
   }
-  __syncthreads();
 }
 
 __global__ void __launch_bounds__(kThreads) transform_range(const __grid_constant__ Work work) {
@@ -216,9 +215,10 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
     const Spot spot = here ? locator.locate(numbers.at(i)) : Spot{-1, 0};
     const unsigned same = __match_any_sync(kAllLanes, spot.panel);
     const unsigned before = same & ((1u << lane) - 1);
-    if (Place && here)
-      order[table[warp][spot.panel] + __popc(before)] = {T(spot.place), uint32_t(i)};
-    __syncwarp();
+    if (Place) {
+      if (here) order[table[warp][spot.panel] + __popc(before)] = {T(spot.place), uint32_t(i)};
+      __syncwarp();
+    }
     if (here && before == 0) table[warp][spot.panel] += __popc(same);
     __syncwarp();
   }
@@ -288,6 +288,7 @@ struct Cut {
 // Weights of the Lagrange basis: prod_{b != a} (x - x_b) / (x_a - x_b). Products from both ends
 // keep every factor and need no division. In fp64: the nodes rounded to fp32 would be other nodes
 // than those the tables were made for. each(i, token, sum_a weight[a] last[a]) sees every token.
+// For other threads all this is there after a barrier.
 template <class T, class Each>
 __device__ __forceinline__ void weigh(const Work& work, const Side& side, const Cut<T>& cut,
                                       const double* last, Segment<T>& segment, Each each) {
@@ -338,7 +339,6 @@ __device__ __forceinline__ void weigh(const Work& work, const Side& side, const 
     segment.token[i] = uint32_t(placed.token);
     each(i, segment.token[i], sum);
   }
-  __syncthreads();
 }
 
 // Sums over the tokens of one column of numbers, number(i): to[a] for node a.
@@ -402,9 +402,11 @@ __global__ void __launch_bounds__(kThreads) transform_moments(const __grid_const
   weigh(work, side, cut, nullptr, segment, [](int, uint32_t, double) {});
   const S* value = head_of<const S>(call, call.value, cut.head);
   T* to = partial_of(side, cut, call.dv);
+  __syncthreads();
+  sum_column(segment, cut.count, to + call.dv, call.dv + 1, space[0], [](int) { return 1.0; });
   for (int64_t column = 0; column < call.dv; column += N) {
     load_centre(work, cut, column, centre);
-    __syncthreads();
+    __syncthreads();  // and everyone has done with `space`
     NodeSums<T, kTensorCores<S>> sums;
     sums.clear();
     if constexpr (kTensorCores<S>) {
@@ -415,9 +417,7 @@ __global__ void __launch_bounds__(kThreads) transform_moments(const __grid_const
     }
     sums.join(space);
     write_partial<T>(space, column, call.dv, to);
-    __syncthreads();
   }
-  sum_column(segment, cut.count, to + call.dv, call.dv + 1, space[0], [](int) { return 1.0; });
 }
 
 // out and lse.
@@ -499,18 +499,17 @@ struct CoreLanes {
   }
 };
 
-// Largest of the block's numbers; NaN if there is one.
-__device__ __forceinline__ double block_largest(double x, double* space) {
-  space[threadIdx.x] = x;
+// space[k][0] = the largest of the block's numbers space[k][.], NaN if there is one, for the first
+// thread.
+template <int N>
+__device__ __forceinline__ void block_largest(double (&space)[N][kThreads]) {
   for (int step = kThreads / 2; step > 0; step /= 2) {
     __syncthreads();
-    if (int(threadIdx.x) < step)
-      space[threadIdx.x] = largest_or_nan(space[threadIdx.x], space[threadIdx.x + step]);
+    if (int(threadIdx.x) >= step) continue;
+#pragma unroll
+    for (int k = 0; k < N; ++k)
+      space[k][threadIdx.x] = largest_or_nan(space[k][threadIdx.x], space[k][threadIdx.x + step]);
   }
-  __syncthreads();
-  const double largest = space[0];
-  __syncthreads();
-  return largest;
 }
 
 // Node values of F from the moments, for one query panel and a tile of columns; with `Slopes` those
@@ -523,7 +522,7 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
   __shared__ double e[P][P + 1];
   __shared__ double moment[P][N];
   __shared__ double count[P];
-  __shared__ double space[kThreads];
+  __shared__ double space[2][kThreads];  // largest |F|, query-side error
   const Call& call = work.g.call;
   const int64_t tiles = ceil_div(call.dv, N), tile = blockIdx.x % tiles;
   const int64_t panel = blockIdx.x / tiles % work.side[0].panels;
@@ -595,7 +594,6 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
     work.inverse_z[a] = inverse;
   }
   __syncthreads();
-  largest = block_largest(largest, space);
   double query_error = 0;
   for (int at = threadIdx.x; at < kLastCoefficients * N; at += kThreads) {
     double coefficient = 0;
@@ -603,10 +601,12 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
       coefficient += work.decay[(h * kLastCoefficients + at / N) * P + b] * moment[b][at % N];
     query_error = largest_or_nan(query_error, ::fabs(coefficient));
   }
-  query_error = block_largest(query_error, space);
+  space[0][threadIdx.x] = largest;
+  space[1][threadIdx.x] = query_error;
+  block_largest(space);
   if (threadIdx.x > 0) return;
-  work.bounds[2 * blockIdx.x] = largest;
-  work.bounds[2 * blockIdx.x + 1] = query_error;
+  work.bounds[2 * blockIdx.x] = space[0][0];
+  work.bounds[2 * blockIdx.x + 1] = space[1][0];
 }
 
 // Bound of the key-side error of Z at a query node, relative to Z. A thread takes a node.
@@ -653,7 +653,7 @@ __device__ __forceinline__ double rounding_of(DType dtype, double product) {
 
 // One block per head: is the transform good enough?
 __global__ void __launch_bounds__(kThreads) transform_certify(const __grid_constant__ Work work) {
-  __shared__ double space[kThreads];
+  __shared__ double space[3][kThreads];
   const Call& call = work.g.call;
   const int64_t h = blockIdx.x;
   const HeadLayout& head = work.heads[h];
@@ -667,8 +667,10 @@ __global__ void __launch_bounds__(kThreads) transform_certify(const __grid_const
     for (int64_t a = threadIdx.x; a < head.layout.query.panels * work.nodes; a += kThreads)
       worst[2] = largest_or_nan(worst[2], key_errors[a]);
   }
-  for (int k = 0; k < 3; ++k) worst[k] = block_largest(worst[k], space);
+  for (int k = 0; k < 3; ++k) space[k][threadIdx.x] = worst[k];
+  block_largest(space);
   if (threadIdx.x > 0) return;
+  for (int k = 0; k < 3; ++k) worst[k] = space[k][0];
   // |F - centre| <= 2 max|v|, so half of its largest can only overstate the relative error.
   const double product = head.usable ? largest_product(head.range) : 0;
   const double relative = worst[1] == 0 ? 0 : 2 * worst[1] / worst[0];
@@ -718,6 +720,7 @@ __global__ void __launch_bounds__(kThreads)
   const T* slopes = static_cast<const T*>(work.table) +
                     (cut.head * side.panels + cut.panel) * kNodes<T> * call.dv;
   T* to = partial_of(side, cut, call.dv);
+  __syncthreads();
   for (int64_t column = 0; column < call.dv; column += N) {
     T slope[Lanes::kNodesEach][Lanes::kColumnsEach];
 #pragma unroll

@@ -303,16 +303,24 @@ class Kernel:
         return nxt
 
     def _shared_layout(self):
-        pos, self.shared_addr = 0, {}
+        """Static variables with gaps between them: whoever leaves one does not land in the next.
+
+        Gaps are multiples of what all banks take, so bank conflicts are those of a dense layout.
+        """
+        pos, gaps, self.shared_addr, self.shared_gaps = 0, 0, {}, []
         for v in self.prog.shared:
             if v.extern:
                 continue
+            if self.shared_addr:
+                self.shared_gaps.append((pos, pos + GUARD))
+                pos += GUARD
+                gaps += GUARD
             pos = -(-pos // v.align) * v.align
             self.shared_addr[id(v)] = pos
             pos += v.size
-        self.static_shared = pos
+        self.static_shared = pos - gaps
         self.has_dynamic = any(v.extern for v in self.prog.shared)
-        self.dyn_base = pos
+        self.static_end = self.dyn_base = pos
         for v in self.prog.shared:
             if v.extern:
                 self.dyn_base = -(-self.dyn_base // max(v.align, 16)) * max(v.align, 16)
@@ -542,6 +550,7 @@ class Kernel:
         on_hazard="raise",
         schedule="lockstep",
         max_steps=3_000_000,
+        max_total_steps=None,
         only_ctas=None,
         globalcheck=False,
         profile=False,
@@ -551,7 +560,8 @@ class Kernel:
         order: 'shuffled' or 'linear' CTA order.  schedule: 'lockstep' runs all warps of a CTA together,
         'warps' runs one randomly chosen warp at a time up to its next barrier (slower, shows the value
         effects of missing barriers).  uninit: 'poison', or 'report' to record reads of uninitialised
-        shared memory as hazards.  on_hazard: 'raise' (HazardError) or 'return'.  max_steps: limit per CTA.
+        shared memory as hazards.  on_hazard: 'raise' (HazardError) or 'return'.  max_steps: limit per CTA;
+        max_total_steps: of all CTAs together, looked at after each.
         globalcheck: also report conflicting global accesses of different CTAs ('inter-CTA' hazards).
         profile: also count shared-memory wavefronts (bank conflicts) and 32-byte global sectors.
         """
@@ -577,6 +587,7 @@ class Kernel:
             order not in ("shuffled", "linear")
             or schedule not in ("lockstep", "warps")
             or uninit not in ("poison", "report")
+            or intrawarp not in (True, False, "barriers")
         ):
             raise PtxError("bad launch option")
         buffers = []
@@ -619,6 +630,8 @@ class Kernel:
             with np.errstate(all="ignore"):
                 for st.cta_no, cta in enumerate(ctas):
                     st.run_cta(cta)
+                    if max_total_steps is not None and st.steps > max_total_steps:
+                        raise PtxError(f"{self.name}: more than max_total_steps={max_total_steps}")
         finally:
             arena.write_back()
         st.finish()
@@ -665,8 +678,13 @@ class Launch:
         self.arena, self.param, self.param_size = arena, param, psize
         self.grid, self.block, self.nthreads, self.n = grid, block, nthreads, n
         self.smem_size = (
-            kernel.dyn_base if kernel.has_dynamic or smem else kernel.static_shared
+            kernel.dyn_base if kernel.has_dynamic or smem else kernel.static_end
         ) + smem
+        self.smem_valid = None
+        if kernel.shared_gaps:
+            self.smem_valid = np.ones(self.smem_size, bool)
+            for a, b in kernel.shared_gaps:
+                self.smem_valid[a:b] = False
         self.dyn = smem
         self.local_size = kernel.prog.local_size
         self.rng, self.res = rng, res
@@ -756,8 +774,8 @@ class Launch:
     def warps_of(self, m):
         return self.all_warps if m is None else np.flatnonzero(m.reshape(-1, 32).any(1))
 
-    def warp_sync(self, warps):
-        if self.race:
+    def warp_sync(self, warps, barrier=False):
+        if self.race and (barrier or self.intra != "barriers"):
             self.race.warp_sync(warps)
 
     def hazard(self, kind, scope, pc, opc, thread, other, addr, count):
@@ -964,7 +982,7 @@ class Launch:
         if np.count_nonzero(go):
             f = self.fns[e]
             if f is None:  # bar.warp.sync
-                self.warp_sync(self.warps_of(go & act))
+                self.warp_sync(self.warps_of(go & act), barrier=True)
             else:
                 f(self, go)
             self.pc[go] = e + 1

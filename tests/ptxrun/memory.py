@@ -186,6 +186,10 @@ def shared_off(s, ins, lanes, addr, nb):
         fault(s, ins, lanes, addr, bad, nb, "shared", "out-of-bounds")
     if nb > 1 and np.count_nonzero(off & (nb - 1)):
         fault(s, ins, lanes, addr, (off & (nb - 1)) != 0, nb, "shared", "misaligned")
+    if s.smem_valid is not None:
+        ok = s.smem_valid[off] & s.smem_valid[off + (nb - 1)]
+        if np.count_nonzero(ok) != len(ok):
+            fault(s, ins, lanes, addr, ~ok, nb, "shared", "out-of-bounds")
     return off
 
 
@@ -203,7 +207,7 @@ class Race:
     """Happens-before race detector for shared memory.
 
     One vector clock per warp, advanced by CTA barriers; a per-warp epoch advanced by every warp-level
-    `*.sync` orders accesses of different lanes of one warp. State is kept per granule (the narrowest
+    `*.sync` (or by barriers alone) orders accesses of different lanes of one warp. State is kept per granule (the narrowest
     shared access of the kernel, at most 4 bytes).
     """
 

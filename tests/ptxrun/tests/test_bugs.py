@@ -22,6 +22,12 @@ extern "C" __global__ void waw_bad(float* x) { __shared__ float s[1]; s[0] = thr
 extern "C" __global__ void waw_benign(float* x) { __shared__ float s[1]; s[0] = 7; __syncthreads(); x[threadIdx.x] = s[0]; }
 extern "C" __global__ void warp_bad(float* x) { __shared__ float s[32]; int t = threadIdx.x; s[t] = x[t]; x[t] = s[31 - t]; }
 extern "C" __global__ void warp_ok(float* x) { __shared__ float s[32]; int t = threadIdx.x; s[t] = x[t]; __syncwarp(); x[t] = s[31 - t]; }
+extern "C" __global__ void warp_shuffled(float* x) {
+  __shared__ float s[32]; int t = threadIdx.x; s[t] = x[t]; float y = __shfl_xor_sync(~0u, x[t], 1); x[t] = s[31 - t] + y;
+}
+extern "C" __global__ void next_variable(float* x, int n) {
+  __shared__ float a[32], b[32]; int t = threadIdx.x; a[t + n] = x[t]; b[t] = x[t]; __syncwarp(); x[t] = a[31 - t] + b[31 - t];
+}
 extern "C" __global__ void oob(float* x, int n) { x[(int)threadIdx.x + n] = 1.f; }
 extern "C" __global__ void copy4(const float4* x, float4* o) { o[threadIdx.x] = x[threadIdx.x]; }
 extern "C" __global__ void misaligned(char* x) { *(float4*)(x + 4 * threadIdx.x) = make_float4(0, 0, 0, 0); }
@@ -122,6 +128,23 @@ def test_missing_syncwarp(mod):
     assert kinds(run(mod, "warp_bad", x, block=32, on_hazard="return")) == {("RAW", "intra-warp")}
     assert not run(mod, "warp_bad", x, block=32, intrawarp=False).hazards
     assert not run(mod, "warp_ok", x, block=32).hazards
+
+
+def test_only_barriers_order_memory(mod):
+    x = np.zeros(32, np.float32)
+    assert not run(mod, "warp_shuffled", x, block=32).hazards
+    strict = run(mod, "warp_shuffled", x, block=32, intrawarp="barriers", on_hazard="return")
+    assert kinds(strict) == {("RAW", "intra-warp")}
+    assert not run(mod, "warp_ok", x, block=32, intrawarp="barriers").hazards
+
+
+def test_leaving_a_shared_variable_is_no_way_into_the_next(mod):
+    x = np.arange(32, dtype=np.float32)
+    run(mod, "next_variable", x, 0, block=32)
+    assert np.array_equal(x, 2 * np.arange(32)[::-1])
+    for by in (1, -1):
+        with pytest.raises(ptxrun.MemoryFault, match="out-of-bounds 4-byte shared access"):
+            run(mod, "next_variable", x, by, block=32)
 
 
 def test_racecheck_off(mod):
