@@ -122,7 +122,7 @@ FULL: list[Case] = [
     *(
         ("transform", dtype, 1, dv, False)
         for dtype in (torch.float32, torch.bfloat16)
-        for dv in (16, 64, 128)
+        for dv in (16, 32, 64, 128)
     ),
     *(
         ("project", dtype, outputs, 64, False)

@@ -72,7 +72,7 @@ def architecture() -> str:
 
 
 def _all_registers() -> dict[str, int]:
-    """For kernels that need most of them: ptxas would rather spill than run one program less."""
+    """So that nothing spills: by itself ptxas would rather spill than run one program less."""
     return {} if architecture() == "amd" else {"maxnreg": 255}
 
 
@@ -190,35 +190,47 @@ class TokenTile(NamedTuple):
 
     TILE: int
     num_warps: int
-    maxnreg: int | None = None  # registers of a thread, on Ampere and Hopper: others would spill
+    maxnreg: int | None = None  # registers of a thread, for Ampere and Hopper
 
 
 # By kernel and whether the numbers are fp32. A token a thread in moments and evaluation of half
-# precision, or else warps would read places twice; they stay at 128 registers, where a quarter of
-# the threads fit that a multiprocessor can hold.
+# precision, or else warps would read places twice. Half precision stays at 128 registers, where a
+# quarter of the threads fit that a multiprocessor can hold.
 _TOKENS = {
     ("moments", False): TokenTile(64, 2, 128),
     ("evaluate", False): TokenTile(64, 2, 128),
-    ("query_gradient", False): TokenTile(32, 4),
-    ("key_gradient", False): TokenTile(64, 4),
+    ("query_gradient", False): TokenTile(32, 4, 128),
+    ("key_gradient", False): TokenTile(64, 4, 128),
     ("moments", True): TokenTile(16, 4),
     ("evaluate", True): TokenTile(32, 4),
     ("query_gradient", True): TokenTile(16, 8),
     ("key_gradient", True): TokenTile(32, 8),
 }
+# Moments of fewer columns than 64, in half precision: two warps would spill, as one does at 64.
+_NARROW_MOMENTS = TokenTile(32, 1, 128)
+_BLACKWELL_REGISTERS = 192  # at least: its compiler spills below that, and if left to itself
+
+
+def _token_tile(kernel: str, dtype: torch.dtype, columns: int) -> TokenTile:
+    if INTERPRETED:
+        return TokenTile(64, 4)
+    if kernel == "moments" and dtype != torch.float32 and columns < 64:
+        return _NARROW_MOMENTS
+    return _TOKENS[kernel, dtype == torch.float32]
 
 
 def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
     """What a pass over tokens has fixed at compile time."""
-    tile = TokenTile(64, 4) if INTERPRETED else _TOKENS[kernel, dtype == torch.float32]
-    tile = _entry(("transform", kernel, dtype == torch.float32), tile)
+    columns = min(64, column_block(dtype, dv))
+    tile = _token_tile(kernel, dtype, columns)
+    tile = _entry(("transform", kernel, dtype == torch.float32, columns), tile)
     # Tables of half precision need no more digits than two bf16 numbers have. AMD and the
     # interpreter know no such product.
     narrow = dtype != torch.float32 and architecture() != "amd" and not INTERPRETED
     fixed = {
         "CHUNK": CHUNK,
         "TILE": tile.TILE,
-        "BLOCK_DV": min(64, column_block(dtype, dv)),
+        "BLOCK_DV": columns,
         "NODES": nodes,
         # Half precision is not worth a weight's last digits.
         "WORK": tl.float64 if dtype == torch.float32 else tl.float32,
@@ -227,8 +239,9 @@ def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int) -> dict[
         "num_stages": 1,
         "enable_fp_fusion": False,
     }
-    if tile.maxnreg and architecture() == "ampere":
-        fixed["maxnreg"] = tile.maxnreg
+    if tile.maxnreg and architecture() != "amd":
+        least = _BLACKWELL_REGISTERS if architecture() == "blackwell" else 0
+        fixed["maxnreg"] = max(tile.maxnreg, least)
     if kernel in ("moments", "query_gradient"):
         fixed["DOT"] = tl.float32 if INTERPRETED else _DOT[dtype]
     return fixed
@@ -278,5 +291,6 @@ def product_options() -> dict[str, Any]:
         "PRECISION": precision(),
         "num_warps": 4,
         "num_stages": 1,
+        **_all_registers(),
         "enable_fp_fusion": False,
     }

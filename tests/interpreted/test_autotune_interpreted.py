@@ -45,8 +45,8 @@ def test_the_fastest_is_kept_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kept = autotune.autotune(call, timer)
     assert kept == {
-        ("transform", "moments", True): TokenTile(16, 4),
-        ("transform", "evaluate", True): TokenTile(16, 4),
+        ("transform", "moments", True, 16): TokenTile(16, 4),
+        ("transform", "evaluate", True, 16): TokenTile(16, 4),
     }
     assert launch.token_options("moments", torch.float32, 3, 16)["TILE"] == 16
     tensors = (torch.randn(1, 40, 1), torch.randn(1, 90, 1), torch.randn(1, 90, 3))
