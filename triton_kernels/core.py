@@ -38,7 +38,7 @@ def core_kernel(
     value,
     layout,
     served,
-    sums,  # [heads, key panels, NODES, dv] fp64
+    sums,  # [heads, key panels, NODES, dv] fp64, of half precision fp32
     totals,  # [heads, key panels, NODES] fp64
     node_out,  # [heads, query panels, NODES, dv] fp32, written: F
     log_z,  # [heads, query panels, NODES] fp64, written: log Z
@@ -82,7 +82,7 @@ def core_kernel(
             kernel = tl.exp(exponent)
             slot = (head.to(tl.int64) * key_panels + k) * NODES
             own = end_value(value, head, lead, row, end_of_key_panel(k, row), column, columns, dv)
-            m = tl.load(sums + slot * dv + at, inside, other=0.0)
+            m = tl.load(sums + slot * dv + at, inside, other=0.0).to(tl.float64)
             total = tl.load(totals + slot + nodes)
             shift = own.to(tl.float64) - centre.to(tl.float64)
             z = tl.sum(kernel * total[None, :], 1)

@@ -194,13 +194,13 @@ class TokenTile(NamedTuple):
 
 
 # By kernel and whether the numbers are fp32. A token a thread in moments and evaluation of half
-# precision, or else warps would read places twice. Half precision stays at 128 registers, where a
-# quarter of the threads fit that a multiprocessor can hold.
+# precision, or else warps would read places twice. At 128 registers a quarter of the threads fit
+# that a multiprocessor can hold.
 _TOKENS = {
     ("moments", False): TokenTile(64, 2, 128),
     ("evaluate", False): TokenTile(64, 2, 128),
     ("query_gradient", False): TokenTile(32, 4, 128),
-    ("key_gradient", False): TokenTile(64, 4, 128),
+    ("key_gradient", False): TokenTile(64, 4),
     ("moments", True): TokenTile(16, 4),
     ("evaluate", True): TokenTile(32, 4),
     ("query_gradient", True): TokenTile(16, 8),
@@ -259,13 +259,14 @@ def node_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
         "NODES": nodes,
         "num_warps": 4,
         "num_stages": 1,
+        **_all_registers(),
         "enable_fp_fusion": False,
     }
 
 
 def core_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
     """What the core and its adjoint have."""
-    return node_options(dtype, dv, nodes) | {"PRECISION": precision(), **_all_registers()}
+    return node_options(dtype, dv, nodes) | {"PRECISION": precision()}
 
 
 def project_options(dtype: torch.dtype, outputs: int) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def reduce_kernel(
     ends,
     parts,
     part_counts,
-    sums,  # [heads, panels, NODES, dv] fp64, written
+    sums,  # [heads, panels, NODES, dv], written
     totals,  # [heads, panels, NODES] fp64, written
     dv,
     blocks,

@@ -163,10 +163,11 @@ def sum_parts(
     parts: Tensor,
     part_totals: Tensor,
     by_node: dict[str, Any],
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Parts added up: [heads, panels, NODES, dv] and [heads, panels, NODES], fp64."""
+    """Parts added up in fp64: [heads, panels, NODES, dv] in dtype, [heads, panels, NODES] fp64."""
     heads, slots, _, dv = parts.shape
-    sums = part_totals.new_empty(heads, axis.panels, NODES, dv)
+    sums = parts.new_empty(heads, axis.panels, NODES, dv, dtype=dtype)
     totals = part_totals.new_empty(heads, axis.panels, NODES)
     launch(
         reduce_kernel,
@@ -264,7 +265,8 @@ def moments(
         **by_token,
     )
     by_node = node_options(dtype, dv, NODES)
-    return sum_parts(axis, layout, served, parts, part_totals, by_node)
+    # The core reads them once for every query panel: no wider than the parts.
+    return sum_parts(axis, layout, served, parts, part_totals, by_node, parts.dtype)
 
 
 def prepare(
@@ -408,7 +410,9 @@ def query_gradient(
         **fixed,
     )
     by_node = node_options(call.dtype, dv, NODES)
-    sums, lse_sums = sum_parts(axis, call.layout, call.served, parts, part_lse, by_node)
+    sums, lse_sums = sum_parts(
+        axis, call.layout, call.served, parts, part_lse, by_node, torch.float64
+    )
     return gradient[0] if shares == 1 else gradient.sum(0), sums, lse_sums
 
 
