@@ -49,6 +49,7 @@ DIRECT = (
         {"sizes": (40, 70), "dv": 5, "rank": 2, "mask": "bool", "dropout": 0.3, "strides": "gaps"},
     ),
     Case("direct", {"sizes": (130, 40), "dv": 16, "rank": 20, "mask": "causal"}),
+    Case("direct", {"sizes": (20, 135), "dv": 3, "mask": "causal", "heads": 1}),  # keys unseen
     Case("direct", {"sizes": (33, 135), "dv": 8, "rank": 3, "mask": "key bias"}),
     Case("direct", {"sizes": (20, 33), "dv": 3, "mask": "padding"}, lse_gradient=False),
     Case("direct", {"sizes": (20, 33), "dv": 3, "mask": "bias"}),
@@ -104,7 +105,7 @@ def launches(family: str) -> dict[str, list[Launched]]:
         if case.odd == "nan":
             p.tensors[2][0, 3, 1] = math.nan
         elif case.odd == "equal":
-            p.tensors[0][:] = torch.tensor([1.5, 0.0])[:, None, None]
+            p.tensors[0][:] = torch.tensor([-1.5, 0.0])[:, None, None]
         grad_out, grad_lse = p.grads
         ahead, back = Machine(record=True), Machine(record=True)
         out, lse = forward(case.method, ahead, *p.tensors, *p.options)
@@ -248,6 +249,12 @@ REDUNDANT: dict[tuple[str, str], str] = {
     ("*", "if (row + N < call.n_q) load(row + N);"): (
         "past the last token there are zeros, and nobody uses them; saves time"
     ),
+    ("direct_value_gradient", "for (int64_t row = start; row < call.n_q; row += N) {"): (
+        "past the last query there are no weights, and nothing is added; saves time"
+    ),
+    ("direct_logit_gradient", "for (int64_t first = start; first < end; first += N) {"): (
+        "past the last query there are no weights, and nothing is added; saves time"
+    ),
     ("*", "if (dropout.threshold)"): "below a threshold of 0 is nothing; saves time",
     ("*", "if (!masks.all_plain(at.first, kThreads, key, N))"): (
         "masks leave such a tile as it is; saves time"
@@ -263,8 +270,11 @@ REDUNDANT: dict[tuple[str, str], str] = {
         "direct_row_norms",
         "if (kTensorCores<S>) __syncwarp();  // rows lie where other lanes' columns do",
     ): "has no use for rows",
-    ("direct_logit_gradient", "__syncthreads(); __syncthreads();"): (
-        "the loop before ends with a barrier; this one is for a loop that is empty"
+    ("direct_logit_gradient<bfloat16, false>", "__syncthreads(); __syncthreads();"): (
+        "the loop before ends with a barrier, and is empty only where there are no keys at all"
+    ),
+    ("direct_logit_gradient<float, false>", "__syncthreads(); __syncthreads();"): (
+        "the loop before ends with a barrier, and is empty only where there are no keys at all"
     ),
     (
         "direct_logit_gradient",
@@ -292,9 +302,31 @@ REDUNDANT: dict[tuple[str, str], str] = {
         "past the last token nothing is written; saves time"
     ),
     ("transform_key_gradient", "if (!slopes) continue;"): "adds nothing but zeros; saves time",
-    ("*", "if (!at.usable) return;"): (
+    ("transform_key_gradient", "if (!at.usable) return;"): (
         "a head that is not usable is not served either, which is asked next"
     ),
+    ("*", "while (high - panel > 1) {  // starts[panel] <= index < starts[high]"): (
+        "where there is one panel, the search finds that"
+    ),
+    ("transform_key_error", "if (panel >= layout.query.panels) return;"): (
+        "of panels that are not in use nobody reads the error; saves time"
+    ),
+    ("transform_pull", "if (panel >= layout.query.panels) return;"): (
+        "of panels that are not in use nobody reads the pull; saves time"
+    ),
+    (
+        "transform_pull",
+        "if (threadIdx.x % 32 == 0) work.pull[(2 * h + end) * nodes + a] = sum + "
+        "gradient[call.dv];",
+    ): "after the shuffles every lane has the same sum: all of them would write it",
+    ("transform_core", "if (tile == 0 && threadIdx.x % Lanes::kGroups == 0) {"): (
+        "all threads of a node, in every tile, have the same sum: all of them would write it"
+    ),
+    (
+        "transform_key_tables",
+        "if (tile == 0 && threadIdx.x % Lanes::kGroups == 0) work.slope_last[key] = felt ? rest : "
+        "0;",
+    ): "all threads of a node, in every tile, have the same sum: all of them would write it",
 }
 
 
@@ -323,7 +355,7 @@ def test_a_sample_of_damage_is_noticed() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["project", "direct bfloat16", "transform bfloat16"])
+@pytest.mark.parametrize("family", KERNELS)
 def test_all_damage_is_noticed(family: str) -> None:
     count = judge([site for name in launches(family) for site in sites(family, name)])
     assert count["barrier seen"] > 0
