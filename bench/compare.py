@@ -39,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     for a, b in reversed(apart):
         times = f"{a.row.seconds * 1e3:.4g} and {b.row.seconds * 1e3:.4g} ms"
         print(f"{difference(a, b):4.0%}  {times:24} {a.case.label} {a.row.provider}")
-    print(f"{len(compared) - len(apart)} of {len(compared)} medians above 1 ms agree within 15 %")
+    agree = f"{len(compared) - len(apart)} of {len(compared)} medians"
+    print(f"{agree} above {SHORTEST_S * 1e3:g} ms agree within {TOLERANCE:.0%}")
     return 1 if apart else 0
 
 

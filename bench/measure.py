@@ -70,9 +70,8 @@ def measure(
     `progress(entry, how much of it is done)` is called from time to time.
     """
     rows = {entry.case: _candidates(entry) for entry in entries}
-    done = dict.fromkeys(range(len(entries)), -1.0)  # not begun
-    children = [
-        child.Child(
+    children = {
+        entry: child.Child(
             _time_in_turns,
             entry.case,
             [row for row in rows[entry.case] if not row.status],
@@ -80,27 +79,27 @@ def measure(
             effort.longest_call_s * entry.patience,
         )
         for entry in entries
-    ]
+    }
+    done = dict.fromkeys(entries, -1.0)  # not begun
     try:
         while done:
-            at = min(done, key=done.__getitem__)  # the one that has least, so that all end together
-            entry = entries[at]
+            entry = min(done, key=done.__getitem__)  # who has least, so that all end together
             try:
-                finished, answer = children[at].step()
+                finished, answer = children[entry].step()
             except child.ChildError as error:
                 finished, answer = True, [row for row in rows[entry.case] if not row.status]
                 for row in answer:
                     row.status, row.reason = FAILED, str(error).splitlines()[-1]
             if finished:
-                del done[at]
+                del done[entry]
                 by_name = {row.provider: row for row in answer}
                 rows[entry.case] = [by_name.get(r.provider, r) for r in rows[entry.case]]
             else:
-                done[at] = answer
-            progress(entry, done.get(at, 1.0))
+                done[entry] = answer
+            progress(entry, done.get(entry, 1.0))
     finally:
-        for at in done:
-            children[at].stop()
+        for entry in done:
+            children[entry].stop()
     with ThreadPoolExecutor(2) as pool:  # unlike time, memory can be measured side by side
         list(pool.map(_fill_memory, *zip(*((c, r) for c in rows for r in rows[c]), strict=True)))
     for case, found in rows.items():

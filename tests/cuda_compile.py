@@ -93,8 +93,11 @@ def compile_cuda(name: str, architectures: str = "8.0") -> Compiled:
                 text=True,
             )
             assert run.returncode == 0, run.stderr
+            for path in folder.iterdir():
+                if path.suffix not in (".o", ".ptx"):
+                    path.unlink()  # what else nvcc keeps is large
             (folder / "log").write_text(run.stderr)
-    ptx = [path for path in folder.glob("*.ptx")]
+    ptx = list(folder.glob("*.ptx"))
     assert len(ptx) == 1, ptx
     return Compiled(folder / f"{name}.o", ptx[0], _resources((folder / "log").read_text()))
 

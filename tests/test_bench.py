@@ -389,7 +389,7 @@ def test_two_runs_are_compared_row_by_row(tmp_path, capsys):
     apart, count = capsys.readouterr().out.splitlines()
     assert apart.split()[:4] == ["20%", "1200", "and", "1000"]
     assert apart.endswith("sdpa")
-    assert count == "1 of 2 medians above 1 ms agree within 15 %"  # one too short, one not measured
+    assert count == "1 of 2 medians above 1 ms agree within 15%"  # one too short, one not measured
     assert compare.main(paths[:1] * 2) == 0
 
 

@@ -32,7 +32,7 @@ def _tensors(
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def _same(first: Any, second: Any) -> None:
+def _assert_same(first: Any, second: Any) -> None:
     """Bitwise equal: the same kernel on the same numbers."""
     torch.testing.assert_close(first, second, rtol=0.0, atol=0.0, equal_nan=True)
 
@@ -99,7 +99,7 @@ def test_double_backward_of_nothing(n_q: int, n_k: int, server: Server) -> None:
     out_sum = out.sum() + lse.masked_fill(lse.isinf(), 0.0).sum()
     grads = torch.autograd.grad(out_sum, tensors, create_graph=True)
     again = torch.autograd.grad(sum(g.square().sum() for g in grads), tensors)
-    _same(again, tuple(torch.zeros_like(x) for x in tensors))
+    _assert_same(again, tuple(torch.zeros_like(x) for x in tensors))
 
 
 @pytest.mark.parametrize("server", PLAIN, ids=str)
@@ -119,7 +119,7 @@ def test_only_the_gradients_that_are_wanted(wanted: tuple[int, ...], server: Ser
     boltzattn.attention(*some, **server.ask).sum().backward()
     assert [x.grad is not None for x in some] == [i in wanted for i in range(3)]
     for i in wanted:
-        _same(some[i].grad, everything[i])
+        _assert_same(some[i].grad, everything[i])
 
 
 @pytest.mark.parametrize("server", PLAIN, ids=str)
@@ -146,7 +146,7 @@ def test_inference_mode_and_no_grad(server: Server) -> None:
         with mode():
             out = boltzattn.attention(*tensors, **server.ask)
         assert not out.requires_grad
-        _same(out.clone(), expected.detach())
+        _assert_same(out.clone(), expected.detach())
 
 
 @pytest.mark.parametrize("server", ANY_RANK, ids=str)
@@ -154,7 +154,9 @@ def test_deterministic_algorithms_are_no_obstacle(server: Server) -> None:
     tensors = [x.detach() for x in _tensors(2)]
     expected = run(server, *tensors, torch.ones(2, 5, 3, dtype=torch.float64))
     torch.use_deterministic_algorithms(True)
-    _same(tuple(run(server, *tensors, torch.ones(2, 5, 3, dtype=torch.float64))), tuple(expected))
+    _assert_same(
+        tuple(run(server, *tensors, torch.ones(2, 5, 3, dtype=torch.float64))), tuple(expected)
+    )
 
 
 @pytest.mark.parametrize("server", ANY_RANK, ids=str)
@@ -166,13 +168,13 @@ def test_autocast(server: Server) -> None:
         mixed = boltzattn.attention(tensors[0].bfloat16(), *tensors[1:], **server.ask)
     expected = boltzattn.attention(*half, **server.ask)
     assert lse.dtype == torch.float32
-    _same(out, expected)
-    _same(mixed, expected)
+    _assert_same(out, expected)
+    _assert_same(mixed, expected)
     out.float().sum().backward()
     expected.float().sum().backward()
     for x, y in zip(tensors, half, strict=True):
         assert x.grad.dtype == torch.float32
-        _same(x.grad, y.grad.float())
+        _assert_same(x.grad, y.grad.float())
 
 
 @pytest.mark.parametrize("server", ANY_RANK, ids=str)
@@ -183,8 +185,8 @@ def test_autocast_leaves_fp64_alone(server: Server) -> None:
         grads = torch.autograd.grad(out.sum(), tensors)
     assert {x.dtype for x in (out, *grads)} == {torch.float64}
     expected = boltzattn.attention(*tensors, **server.ask)
-    _same(out, expected)
-    _same(grads, torch.autograd.grad(expected.sum(), tensors))
+    _assert_same(out, expected)
+    _assert_same(grads, torch.autograd.grad(expected.sum(), tensors))
 
 
 @pytest.mark.parametrize("server", ANY_RANK, ids=str)
@@ -257,7 +259,7 @@ def test_the_bare_operator_is_differentiable(server: Server) -> None:
         torch.ones(lse.shape),
         scale=0.7,
     )
-    _same(tuple(grads), tuple(expected[2:]))
+    _assert_same(tuple(grads), tuple(expected[2:]))
 
 
 # -- compile and export ----------------------------------------------------------------------------
@@ -291,7 +293,7 @@ def test_compile_without_breaks_or_recompiling(dynamic: bool, server: Server) ->
     compilations = []
     for n_q, n_k in sizes:
         tensors = _tensors(2, n_q=n_q, n_k=n_k, dtype=torch.float32)
-        _same(_with_gradients(compiled, tensors), _with_gradients(layer, tensors))
+        _assert_same(_with_gradients(compiled, tensors), _with_gradients(layer, tensors))
         compilations.append(counter.frame_count)
     assert compilations[0] > 0
     assert compilations == compilations[:1] * len(sizes)
@@ -306,7 +308,7 @@ def test_sizes_become_dynamic_by_themselves(server: Server) -> None:
     compilations = []
     for n in (70, 65, 33, 100, 17):
         tensors = _tensors(2, n_q=n, n_k=n, dtype=torch.float32)
-        _same(_with_gradients(compiled, tensors), _with_gradients(layer, tensors))
+        _assert_same(_with_gradients(compiled, tensors), _with_gradients(layer, tensors))
         compilations.append(counter.frame_count)
     assert compilations[1:] == compilations[1:2] * 4
 
@@ -323,7 +325,7 @@ def test_compile_with_inductor() -> None:
     for n in (70, 33):
         tensors = _tensors(2, 2, n_q=n, n_k=n, dtype=torch.float32)
         padding = torch.rand(2, n) < 0.3
-        _same(
+        _assert_same(
             _with_gradients(lambda *x, p=padding: compiled(*x, p), tensors),
             _with_gradients(lambda *x, p=padding: layer(*x, p), tensors),
         )
@@ -340,8 +342,8 @@ def test_compile_follows_use_backend_and_use_method() -> None:
         with boltzattn.use_backend(server.backend), boltzattn.use_method(server.method):
             inside = compiled(query, key, value)
         taken.append(inside)
-        _same(inside, boltzattn.attention(query, key, value, **server.ask))
-    _same(compiled(query, key, value), boltzattn.attention(query, key, value))
+        _assert_same(inside, boltzattn.attention(query, key, value, **server.ask))
+    _assert_same(compiled(query, key, value), boltzattn.attention(query, key, value))
     # The test could not fail if all of them rounded alike.
     assert len(taken) == 1 or any(not torch.equal(taken[0], x) for x in taken[1:])
 
@@ -355,7 +357,7 @@ def test_use_backend_inside_a_compiled_function() -> None:
 
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     expected = boltzattn.attention(query, key, value, backend="reference", method="direct")
-    _same(compiled(query, key, value), expected)
+    _assert_same(compiled(query, key, value), expected)
 
 
 class _Module(torch.nn.Module):
@@ -382,10 +384,10 @@ def test_export_round_trip(dynamic: bool, server: Server) -> None:
     torch.export.save(program, stored)
     stored.seek(0)
     loaded = torch.export.load(stored).module()
-    _same(loaded(*tensors), layer(*tensors))
+    _assert_same(loaded(*tensors), layer(*tensors))
     if dynamic:
         others = tuple(x.detach() for x in _tensors(2, n_q=33, n_k=100, dtype=torch.float32))
-        _same(loaded(*others), layer(*others))
+        _assert_same(loaded(*others), layer(*others))
 
 
 # -- torch.func ------------------------------------------------------------------------------------
@@ -424,7 +426,7 @@ def test_vmap_is_one_call(in_dims: tuple[int | None, ...], server: Server) -> No
     with _CountCalls() as count:
         together = vmap(function, in_dims)(*moved)
     assert count.calls == 1
-    _same(together, function(*batch))
+    _assert_same(together, function(*batch))
 
 
 @pytest.mark.parametrize("server", MASKED, ids=str)
@@ -439,7 +441,7 @@ def test_vmap_over_masks(server: Server) -> None:
         together = vmap(function)(masks, padding)
     assert count.calls == 1
     query = query.expand(4, 2, 2, 5, 2)
-    _same(together, function(masks[:, None, None], padding))
+    _assert_same(together, function(masks[:, None, None], padding))
 
 
 @pytest.mark.parametrize("server", ANY_RANK, ids=str)
@@ -452,7 +454,7 @@ def test_vmap_of_vmap(server: Server) -> None:
     with _CountCalls() as count:
         together = vmap(vmap(function))(*tensors)
     assert count.calls == 1
-    _same(together, function(*tensors))
+    _assert_same(together, function(*tensors))
 
 
 @pytest.mark.parametrize("server", ANY_RANK, ids=str)
@@ -467,7 +469,7 @@ def test_vmap_of_grad(server: Server) -> None:
     with _CountCalls() as count:
         together = vmap(grad(loss, (0, 1, 2)))(*tensors)
     assert count.calls == 2
-    _same(together, grad(loss, (0, 1, 2))(*tensors))
+    _assert_same(together, grad(loss, (0, 1, 2))(*tensors))
 
 
 @pytest.mark.parametrize("server", PLAIN, ids=str)
