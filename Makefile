@@ -49,16 +49,17 @@ test-full: venv
 # readable; without an optimiser the run would take minutes.
 SANITIZE := -std=c++17 -O1 -g1 -fno-omit-frame-pointer -fno-math-errno -Wall -Wextra -Wno-psabi \
 	-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -pthread
-SANITIZED := $(patsubst csrc/cpu/%.cpp,build/sanitize/%.o,$(wildcard csrc/cpu/isa_*.cpp))
+SANITIZED := $(patsubst %.cpp,build/sanitize/%.o,$(notdir $(wildcard csrc/cpu/isa_*.cpp) $(SANITIZER)))
+vpath %.cpp csrc/cpu tests/sanitize
 
 sanitize:
 	$(MAKE) --no-print-directory -j $$(getconf _NPROCESSORS_ONLN) build/sanitize/kernels
 	build/sanitize/kernels
 
-build/sanitize/kernels: $(SANITIZED) $(SANITIZER) $(SOURCES)
-	$(CXX) $(SANITIZE) -Icsrc $(SANITIZER) $(SANITIZED) -o $@
+build/sanitize/kernels: $(SANITIZED)
+	$(CXX) $(SANITIZE) $^ -o $@
 
-build/sanitize/%.o: csrc/cpu/%.cpp $(SOURCES)
+build/sanitize/%.o: %.cpp $(SOURCES)
 	@mkdir -p $(@D)
 	$(CXX) $(SANITIZE) -Icsrc -c $< -o $@
 

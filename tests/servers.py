@@ -7,11 +7,13 @@ tested by everything it claims to serve. A pair that cannot serve a call is not 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import boltzattn
 import torch
-from boltzattn.backends import Request, method_why_not
+from boltzattn.backends import Request, extension, method_why_not
 from torch import Tensor
 
 
@@ -87,3 +89,19 @@ def servers_of(
 # Any rank up to whatever the kernels specialise for, no mask: the widest common ground.
 PLAIN = servers(facts())
 ANY_RANK = servers(facts(rank=3))
+
+
+def instruction_sets() -> list[str]:
+    """Those that the CPU kernels are compiled for and this processor has, the best first."""
+    compiled = extension()
+    return [] if isinstance(compiled, str) else compiled.supported_isas()
+
+
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """The CPU kernels of lesser processors than the one at hand."""
+    extension().force_isa(name)
+    try:
+        yield
+    finally:
+        extension().force_isa(None)

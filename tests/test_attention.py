@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import boltzattn
 import pytest
 import torch
-from boltzattn.backends import extension
 from check import assert_attention, lse_dtype, run
 from covering import pairwise
 from errors import assert_accurate
 from oracle import Result, dense
-from servers import Server, facts, servers
+from servers import Server, facts, instruction_set, instruction_sets, servers
 from torch import Tensor
 
 SIZES = (0, 1, 2, 63, 65, 257)
@@ -150,21 +149,12 @@ def test_against_the_oracle(case: Case, server: Server) -> None:
     assert_attention(server, *tensors, **call)
 
 
-def _instruction_sets() -> list[str]:
-    compiled = extension()
-    return [] if isinstance(compiled, str) else compiled.supported_isas()
-
-
-@pytest.mark.parametrize("isa", _instruction_sets())
+@pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("case", CASES[::4], ids=str)
 def test_every_instruction_set(case: Case, isa: str) -> None:
-    """Also the kernels of lesser processors than the one at hand."""
     tensors, call = call_of(case)
-    extension().force_isa(isa)
-    try:
+    with instruction_set(isa):
         assert_attention(Server("direct", "cpu"), *tensors, **call)
-    finally:
-        extension().force_isa(None)
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "additive, additive padding"])

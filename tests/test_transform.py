@@ -18,7 +18,7 @@ from errors import CERTIFIED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Result
-from servers import Server
+from servers import Server, instruction_set, instruction_sets
 from torch import Tensor
 
 TRANSFORM = Server("transform", "cpu")
@@ -77,6 +77,16 @@ def test_awkward_keys(temperature: float, family: str, dtype: torch.dtype) -> No
     key = KEYS[family](N_K).expand(2, N_K)[..., None].to(dtype)
     query = (query.double().clamp(-1, 1) * temperature).to(dtype)
     assert_attention(TRANSFORM, query, key, value, grad_out)
+
+
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [1.0, 300.0, 3000.0])
+def test_every_instruction_set(temperature: float, dtype: torch.dtype, isa: str) -> None:
+    """Layouts from one panel to dozens, with numbers of nodes that no vector divides."""
+    query, key, value, grad_out = inputs(dtype)
+    with instruction_set(isa):
+        assert_attention(TRANSFORM, query * temperature, key, value, grad_out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -32,7 +32,7 @@ struct Nodes {
 
   explicit Nodes(const Layout& layout)
       : query(int64_t(layout.query.panels) * layout.query.nodes),
-        key(int64_t(layout.key.panels) * layout.key.nodes) {
+        key(int64_t(layout.key.panels) * layout.key.nodes + kLanes<double>) {
     double place[kMostNodes];
     for (int i = 0; i < layout.query.nodes; ++i) place[i] = chebyshev_node(layout.query.nodes, i);
     for (int k = 0; k < layout.query.panels; ++k)
@@ -42,6 +42,8 @@ struct Nodes {
     for (int k = 0; k < layout.key.panels; ++k)
       for (int b = 0; b < layout.key.nodes; ++b)
         key.data[k * layout.key.nodes + b] = key_at(layout, k, place[b]);
+    // The kernel of the last panel reads whole vectors, too.
+    set_zero(key.data + int64_t(layout.key.panels) * layout.key.nodes, kLanes<double>);
   }
 
   // Whether some exp(t_i (s_b - reference)) on this pair of panels is not negligible. A linear
@@ -57,19 +59,21 @@ struct Nodes {
     return top >= kNegligible;
   }
 
-  // E[i][b] = exp(t_i (s_b - reference)) for the nodes of a pair of panels, rows `row` apart.
-  void kernel(const Layout& layout, int64_t query_panel, int64_t key_panel, double* e,
-              int64_t row) const {
+  // E[i][b] = exp(t_i (s_b - reference)) for the nodes of a query panel and `count` neighbouring
+  // key panels. Rows are `row` apart and are written in whole vectors: row >= row_of(count * q).
+  void kernel(const Layout& layout, int64_t query_panel, int64_t key_panel, int64_t count,
+              double* e, int64_t row) const {
     const int p = layout.query.nodes, q = layout.key.nodes;
     const double* t = query.data + query_panel * p;
     const double* s = key.data + key_panel * q;
     const double reference = reference_key(layout, int(query_panel)) - layout.middle;
     for (int i = 0; i < p; ++i) {
       const double x = t[i] * kLog2e;
-      for (int b = 0; b < q; b += kLanes<double>)
+      for (int64_t b = 0; b < count * q; b += kLanes<double>)
         store(e + i * row + b, exp2_of((load(s + b) - reference) * x));
     }
   }
+  static int64_t row_of(int64_t key_nodes) { return round_up(key_nodes, kLanes<double>); }
 };
 
 // Panels whose products are taken together: long sums cost less than many short ones.

@@ -409,11 +409,12 @@ static void direct_backward(const AttentionGradient& g, int64_t first_head, int6
     for (int64_t i = first; i < first + rows; ++i) {
       read_block(call.out, h, i, 0, 1, call.dv, out, 0, 1);
       read_block(g.grad_out, h, i, 0, 1, call.dv, grad, 0, 1);
-      T sum = 0;
-      for (int64_t c = 0; c < call.dv; ++c) sum += out[c] * grad[c];
-      T lse_gradient = 0;
+      // In fp64: where one key takes all the weight, dP - delta is 0 but for roundings.
+      double sum = 0;
+      for (int64_t c = 0; c < call.dv; ++c) sum += double(out[c]) * double(grad[c]);
+      double lse_gradient = 0;
       if (g.grad_lse) read_block(g.grad_lse, h, i, 0, 1, 1, &lse_gradient, 0, 0);
-      delta.data[(h - first_head) * n_q + i] = sum - lse_gradient;
+      delta.data[(h - first_head) * n_q + i] = T(sum - lse_gradient);
     }
   });
   Buffer<RowNorm<T>> norms(heads * n_q);

@@ -24,17 +24,27 @@ BOLTZATTN_INLINE void product_tile(int i, int v, int k, Strided<T> a, Line line,
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) start(v, i + r, sum[r]);
   const int depth = Depth ? Depth : k;
-  for (int p = 0; p < depth; ++p) {
+  auto add = [&](Vec<T>(&to)[Rows][Vectors], int p) BOLTZATTN_INLINED {
     Vec<T> of_b[Vectors];
     line(v, p, of_b);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
       const Vec<T> x = splat(a.data[r * a.row]);
 #pragma GCC unroll 4
-      for (int u = 0; u < Vectors; ++u) sum[r][u] += x * of_b[u];
+      for (int u = 0; u < Vectors; ++u) to[r][u] += x * of_b[u];
     }
     a.data += a.column;
+  };
+  int p = 0;
+  if constexpr (Vectors < kPanel && Depth == 0) {
+    // Registers to spare: two sums half as long round less than one.
+    Vec<T> other[Rows][Vectors] = {};
+    for (; p + 2 <= depth; p += 2) add(sum, p), add(other, p + 1);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r)
+      for (int u = 0; u < Vectors; ++u) sum[r][u] += other[r][u];
   }
+  for (; p < depth; ++p) add(sum, p);
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) finish(v, i + r, sum[r]);
 }

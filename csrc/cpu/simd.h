@@ -51,11 +51,11 @@ BOLTZATTN_INLINE void store(T* p, const Vec<T> (&from)[N]) {
 BOLTZATTN_INLINE void stream(float* p, Vec<float> v) {
 #if defined(__clang__)
   __builtin_nontemporal_store(v, reinterpret_cast<Vec<float>*>(p));
-#elif defined(__x86_64__) && BOLTZATTN_VECTOR_BYTES == 64
+#elif defined(__AVX512F__) && BOLTZATTN_VECTOR_BYTES == 64
   __builtin_ia32_movntps512(p, v);
-#elif defined(__x86_64__) && BOLTZATTN_VECTOR_BYTES == 32
+#elif defined(__AVX__) && BOLTZATTN_VECTOR_BYTES == 32
   __builtin_ia32_movntps256(p, v);
-#elif defined(__x86_64__)
+#elif defined(__x86_64__) && BOLTZATTN_VECTOR_BYTES == 16
   __builtin_ia32_movntps(p, v);
 #else
   store(p, v);

@@ -395,7 +395,7 @@ struct Transform {
     if (slopes) node_slope.resize(query_nodes() * row_size);
     const int64_t per_task = 4;
     parallel(ceil_div(panels, per_task), [&](int64_t task) {
-      const int64_t e_row = kRun * q;
+      const int64_t e_row = Nodes::row_of(kRun * q);
       Buffer<double> e(p * e_row), scratch(Decay::kLast * row_size);
       for (int64_t panel = task * per_task; panel < least(panels, (task + 1) * per_task); ++panel) {
         const double reference = reference_key(layout, int(panel));
@@ -409,8 +409,7 @@ struct Transform {
           return keys_on.data[k] > 0.5 && nodes.matters(layout, panel, k);
         };
         for_runs(layout.key.panels, matters, [&](int64_t first, int64_t count) {
-          for (int64_t k = 0; k < count; ++k)
-            nodes.kernel(layout, panel, first + k, e.data + k * q, e_row);
+          nodes.kernel(layout, panel, first, count, e.data, e_row);
           const double* m = moments[end_of_query_panel(panel)].data + first * q * row_size;
           const Strided<double> left{e.data, e_row, 1};
           gemm<double, true>(p, vectors, count * q, left, m, row_size, f, row_size);

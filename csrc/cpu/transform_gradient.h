@@ -79,16 +79,17 @@ struct TransformGradient : Transform<T> {
       double* slopes = slope_table + k * q * row_size;
       set_zero(values, q * row_size);
       set_zero(slopes, q * row_size);
-      Buffer<double> e(kRun * p * q);
+      const int64_t e_row = Nodes::row_of(q);
+      Buffer<double> e(kRun * p * e_row);
       auto matters = [&](int64_t panel) { return nodes.matters(layout, panel, k); };
       for_runs(layout.query.panels, matters, [&](int64_t first, int64_t count) {
         for (int64_t panel = 0; panel < count; ++panel)
-          nodes.kernel(layout, first + panel, k, e.data + panel * p * q, q);
+          nodes.kernel(layout, first + panel, k, 1, e.data + panel * p * e_row, e_row);
         const int64_t from = first * p * row_size;
-        gemm<double, true>(q, vectors, count * p, {e.data, 1, q}, left.data + from, row_size,
+        gemm<double, true>(q, vectors, count * p, {e.data, 1, e_row}, left.data + from, row_size,
                            values, row_size);
         if (range.t_min < 0 || range.t_max > 0)  // else every query is 0 and no key is felt
-          gemm<double, true>(q, vectors, count * p, {e.data, 1, q},
+          gemm<double, true>(q, vectors, count * p, {e.data, 1, e_row},
                              scaled[this->end_of_key_panel(k)].data + from, row_size, slopes,
                              row_size);
       });

@@ -36,6 +36,8 @@ extern "C" const char* __ubsan_default_options() {
 
 namespace boltzattn {
 
+extern const Kernels kWide;  // isa_wide.cpp
+
 static int64_t threads = 1;
 
 int64_t thread_count() {
@@ -758,7 +760,7 @@ int main() {
   check_online_softmax<float>();
   check_online_softmax<double>();
   check_layout();
-  for (const Kernels* table : {&kAvx512, &kAvx2, &kPortable}) {
+  for (const Kernels* table : {&kAvx512, &kWide, &kAvx2, &kPortable}) {
     if (table->supported()) {
       run_kernels(*table);
     } else {
