@@ -93,9 +93,9 @@ def only(grid: Iterable[Entry], pattern: str) -> Iterator[Entry]:
 
 
 def on_device(grid: Iterable[Entry], device: str) -> Iterator[Entry]:
-    """The grid for a device; the number of CPU threads is an axis of the CPU alone."""
+    """The grid for a device; CPU threads and pages of the system are axes of the CPU alone."""
     for entry in grid:
-        if device == "cpu" or not entry.case.threads:
+        if device == "cpu" or not (entry.case.threads or entry.case.fresh_pages):
             yield replace(entry, case=replace(entry.case, device=device))
 
 

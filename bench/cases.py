@@ -31,6 +31,7 @@ class Case:
     level: str = "attention"
     dim: int = 0  # embedding width; 0 at the attention level
     threads: int = 0  # 0: as many as torch takes by itself
+    fresh_pages: bool = False  # large results come in pages the system zeroes first
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -53,6 +54,8 @@ class Case:
                 words.append(f"{name}={getattr(self, name):g}")
         if self.causal:
             words.append("causal")
+        if self.fresh_pages:
+            words.append("fresh pages")
         if self.device != "cpu":
             words.append(self.device)
         return " ".join(words)
@@ -74,6 +77,7 @@ class Entry:
 BASIC = ("clone", "naive", "sdpa", "boltzattn")  # without the peers
 LINEAR = ("clone", "sdpa", "boltzattn transform")
 DIRECT = ("naive", "sdpa", "boltzattn direct")
+COPY = ("clone", "boltzattn transform")  # what moving the bytes costs, and what we cost
 
 
 def quick() -> Iterator[Entry]:
@@ -128,7 +132,7 @@ def _axes() -> Iterator[Entry]:
     for dv in (8, 16, 32, 128, 256):
         for passes in ("forward", "both"):
             yield Entry(replace(centre, dv=dv, passes=passes), BASIC)
-        yield Entry(replace(centre, n=65_536, dv=dv), ("clone", "boltzattn transform"))
+        yield Entry(replace(centre, n=65_536, dv=dv), COPY)
 
     # Batch and heads.
     for batch, heads in ((1, 8), (4, 8)):
@@ -141,7 +145,7 @@ def _axes() -> Iterator[Entry]:
         for rank in (1, 8):
             for passes in ("forward", "both"):
                 yield Entry(replace(centre, rank=rank, dtype=dtype, passes=passes), BASIC)
-        yield Entry(replace(centre, n=65_536, dtype=dtype), ("clone", "boltzattn transform"))
+        yield Entry(replace(centre, n=65_536, dtype=dtype), COPY)
 
     # Causal.
     for n in (1024, 4096, 16_384, 65_536):
@@ -161,6 +165,11 @@ def _axes() -> Iterator[Entry]:
         yield Entry(replace(centre, threads=1, rank=8, passes=passes), BASIC)
         yield Entry(replace(centre, threads=1, passes=passes), BASIC)
         yield Entry(replace(centre, n=65_536, threads=1, passes=passes), LINEAR)
+
+    # Large results in pages that the system has to zero first, as glibc's allocator hands them out.
+    for passes in ("forward", "both"):
+        yield Entry(replace(centre, fresh_pages=True, passes=passes), BASIC)
+        yield Entry(replace(centre, n=1_048_576, fresh_pages=True, passes=passes), COPY)
 
     # Whole layers: projections and attention, against one linear map of the same width.
     for passes in ("forward", "both"):

@@ -14,7 +14,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "boltzattn", "bench.measure"])
+_context.set_forkserver_preload(
+    # The last is what torch.autograd.grad imports when it is first called.
+    ["torch", "boltzattn", "bench.measure", "torch.fx.experimental.symbolic_shapes"]
+)
 
 
 class ChildError(RuntimeError):

@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,7 +41,7 @@ class Effort:
 
     seconds_per_provider: float
     longest_call_s: float
-    sample_s: float = 0.1
+    sample_s: float = 0.01
     long_call_s: float = 1.0
     together: bool = False  # cases take turns, too, else one comes after the other
 
@@ -100,9 +99,9 @@ def measure(
     finally:
         for entry in done:
             children[entry].stop()
-    with ThreadPoolExecutor(2) as pool:  # unlike time, memory can be measured side by side
-        list(pool.map(_fill_memory, *zip(*((c, r) for c in rows for r in rows[c]), strict=True)))
     for case, found in rows.items():
+        for row in found:
+            _fill_memory(case, row)
         fill_ratios(case, found)
     return rows
 
@@ -131,7 +130,7 @@ def _time_in_turns(
     case: Case, rows: list[Row], effort: Effort, limit: float
 ) -> Generator[float, None, list[Row]]:
     """Fill in time and accuracy. Runs in a child; yields how much is done after every round."""
-    settle_allocator()
+    settle_allocator(case.fresh_pages)
     if case.threads:
         torch.set_num_threads(case.threads)
     seconds = cuda_seconds if case.device == "cuda" else cpu_seconds
@@ -182,15 +181,15 @@ def take_turns(
 
     Yields how much is done after every round.
     """
-    first, samples, spent = {}, {}, {}
+    fastest, samples, spent = {}, {}, {}
     for name, call in calls.items():
-        [first[name]] = seconds(call, 1)
+        [fastest[name]] = seconds(call, 1)
         # A long call needs no warm-up beyond that of the accuracy check.
-        samples[name] = [first[name]] if effort.repeats(first[name]) == 1 else []
+        samples[name] = [fastest[name]] if effort.repeats(fastest[name]) == 1 else []
         spent[name] = sum(samples[name])
     turn = 0
     while True:
-        done = {name: effort.done(len(samples[name]), spent[name], first[name]) for name in calls}
+        done = {name: effort.done(len(samples[name]), spent[name], fastest[name]) for name in calls}
         waiting = [name for name in calls if done[name] < 1]
         if not waiting:
             return samples
@@ -198,9 +197,10 @@ def take_turns(
         shift = turn % len(waiting)
         turn += 1
         for name in waiting[shift:] + waiting[:shift]:
-            took = seconds(calls[name], effort.repeats(first[name]))
+            took = seconds(calls[name], effort.repeats(fastest[name]))
             spent[name] += sum(took)
             samples[name].append(min(took))
+            fastest[name] = min(fastest[name], min(took))  # the first call may have been slow
 
 
 def fill_times(row: Row, samples: Sequence[float], case: Case) -> None:
@@ -285,18 +285,23 @@ def cuda_seconds(call: Callable[[], object], repeats: int) -> list[float]:
     return took
 
 
-def settle_allocator() -> None:
-    """Put glibc's allocator where a long-running program has it.
+def settle_allocator(fresh_pages: bool) -> None:
+    """Decide what becomes of freed memory, so that rows do not depend on the order of calls.
 
-    It learns from the sizes it sees whether a freed block goes back to the system (and costs page
-    faults next time); left to itself, the rows of a table would depend on the order of calls.
-    These are the largest values it learns: blocks from 32 MB on are fresh pages, others reused.
+    Reused, as by every allocator that keeps what it has, the one for GPUs among them: then time is
+    what the provider does, not what the system needs to find and zero pages. Or, with
+    `fresh_pages`, given back from 32 MB on: glibc's allocator left to itself ends up there.
     """
     with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-        libc.mallopt(mmap_threshold, 32 * MB)
-        libc.mallopt(trim_threshold, 64 * MB)
+        mallopt = ctypes.CDLL(None).mallopt
+        trim_threshold, mmap_threshold, mmap_max, arena_max = -1, -3, -4, -8
+        if fresh_pages:
+            mallopt(mmap_threshold, 32 * MB)
+            mallopt(trim_threshold, 64 * MB)
+        else:
+            mallopt(mmap_max, 0)
+            mallopt(trim_threshold, -1)  # never
+            mallopt(arena_max, 1)  # only the main heap can grow without mmap
 
 
 @contextlib.contextmanager

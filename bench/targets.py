@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.cases import Case
 from bench.providers import BASELINES
@@ -114,9 +114,10 @@ def targets() -> Iterator[Target]:
     )
     for passes, name, bound in (("forward", "forward", 1.3), (both, "forward + backward", 4.0)):
         million = Case(1_048_576, passes=passes)
+        fresh = replace(million, fresh_pages=True)
         yield Target(
-            f"transform, n = 1,048,576, {name}: time over value.clone()",
-            ((Term(million, TRANSFORM), Term(million, "clone")),),
+            f"transform, n = 1,048,576, {name}, fresh pages: time over value.clone()",
+            ((Term(fresh, TRANSFORM), Term(fresh, "clone")),),
             at_most=bound,
         )
         yield Target(
