@@ -7,8 +7,7 @@
 
 constexpr int64_t kRowBlock = 48;   // query rows whose scores are held at once: whole tiles
 constexpr int64_t kKeyBlock = 256;  // keys in a tile
-constexpr int64_t kSpan = 4;        // tiles of keys, or
-constexpr int64_t kRowSpan = 16;    // blocks of rows, summed in T before they join the total
+constexpr int64_t kRowSpan = 16;    // blocks of rows whose gradients are summed apart
 constexpr int kLargestRank = 16;    // ranks up to this have their own score kernel
 static_assert(kRowBlock % kTileRows == 0, "a block of rows is whole tiles");
 
@@ -34,9 +33,6 @@ static void score_tile(int64_t rows, int64_t width, int64_t rank, const T* q, co
     product_rows<T, kTileRows, Rank>(
         int(i), int(width / L), int(rank), Strided<T>{q, rank, 1},
         [=](int v, int r, auto& line) BOLTZATTN_INLINED { load(k + r * kKeyBlock + v * L, line); },
-        [](int, int, auto& sum) BOLTZATTN_INLINED {
-          for (auto& x : sum) x = Vec<T>{};
-        },
         [=](int v, int row, auto& sum)
             BOLTZATTN_INLINED { store(scores + row * kKeyBlock + v * L, sum); });
 }
@@ -135,13 +131,6 @@ BOLTZATTN_INLINE void weigh_row(OnlineSoftmax<T>& state, T* row, int64_t width) 
   state.sum += double(reduce_sum<T>(sum));
 }
 
-// Sums of many terms are taken in two steps: one running sum would round by its own size each time.
-template <class T>
-static void join_total(T* sum, T* total, int64_t size) {
-  for (int64_t c = 0; c < size; ++c) total[c] += sum[c];
-  set_zero(sum, size);
-}
-
 template <class T>
 static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_row,
                                 int64_t row_end) {
@@ -150,15 +139,14 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
   const int64_t rows = sums.rows;
   Scratch<Slot::kTask> scratch(int64_t(sizeof(T)) * (round_up(rows, kTileRows) * call.rank +
                                                      kKeyBlock * (call.rank + kRowBlock + 2) +
-                                                     value_tile.size() + 2 * sums.size()) +
+                                                     value_tile.size() + sums.size()) +
                                    rows * int64_t(sizeof(OnlineSoftmax<T>)),
-                               9);
+                               8);
   T* q = scratch.take<T>(round_up(rows, kTileRows) * call.rank);
   T* k = scratch.take<T>(call.rank * kKeyBlock);
   T* v = scratch.take<T>(value_tile.size());
   T* scores = scratch.take<T>(kRowBlock * kKeyBlock);
   T* sum = scratch.take<T>(sums.size());
-  T* total = scratch.take<T>(sums.size());
   auto* state = scratch.take<OnlineSoftmax<T>>(rows);
   TileMask<T> mask{call, h, scratch.take<T>(kKeyBlock), scratch.take<T>(kKeyBlock)};
   const Dropout dropout(call, h);
@@ -167,7 +155,6 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
   read_block(call.query, h, first_row, 0, rows, call.rank, q, call.rank, 1);
   for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale * kLog2e);
   set_zero(sum, sums.size());
-  set_zero(total, sums.size());
   for (int64_t i = 0; i < rows; ++i) state[i] = {};
 
   const int64_t key_end = call.is_causal ? least(call.n_k, row_end) : call.n_k;
@@ -185,9 +172,7 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
       // All maxima first: a row's weights would wait for its own, but not for its neighbour's.
       for (int64_t i = 0; i < here; ++i) {
         const T factor = state[block + i].raise(top_of_row(scores + i * kKeyBlock, width));
-        if (factor == T(1)) continue;
-        sums.multiply_row(sum, block + i, factor);
-        sums.multiply_row(total, block + i, factor);
+        if (factor != T(1)) sums.multiply_row(sum, block + i, factor);
       }
       for (int64_t i = 0; i < here; ++i) {
         weigh_row(state[block + i], scores + i * kKeyBlock, width);
@@ -199,15 +184,13 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
                       kPanelWidth<T>, sum + sums.offset(p) + block * kPanelWidth<T>,
                       kPanelWidth<T>);
     }
-    if ((key / kKeyBlock + 1) % kSpan == 0 || key + kKeyBlock >= key_end)
-      join_total(sum, total, sums.size());
   }
 
   for (int64_t i = 0; i < rows; ++i) {
     lse_of(call, h)[first_row + i] = state[i].lse(mask.clamped);
-    sums.multiply_row(total, i, state[i].normaliser());
+    sums.multiply_row(sum, i, state[i].normaliser());
   }
-  sums.write(total, rows, call.out, h, first_row);
+  sums.write(sum, rows, call.out, h, first_row);
 }
 
 // `first_head` .. `head_end` only: the transform hands over single heads it cannot serve.
@@ -232,6 +215,13 @@ static void direct_forward(const Attention& call, int64_t first_head, int64_t he
 //   dQ = scale dS K,  dK = scale dS^T Q.
 // A task owns a range of keys and streams all queries past it, one tile of keys after another.
 // dQ alone is summed over tasks: each writes its share, and a second step adds them in order.
+
+// Sums over many rows are taken in steps: one running sum would round by its own size each time.
+template <class T>
+static void join_total(T* sum, T* total, int64_t size) {
+  for (int64_t c = 0; c < size; ++c) total[c] += sum[c];
+  set_zero(sum, size);
+}
 
 // dq[rows][rank] += ds[rows][width] k[rank][width]^T
 template <class T>

@@ -14,15 +14,11 @@ struct Strided {
 
 // Rows i .. i + Rows - 1 of the product, vectors v .. v + Vectors - 1 of each:
 //   line(v, p, to)    reads row p of B,
-//   start(v, i, sum)  says what row i of the product starts from,
-//   finish(v, i, sum) takes it.
+//   finish(v, i, sum) takes row i of the product.
 // Depth 0 means `k` is known only at run time; a rank is known when the kernel is compiled.
-template <class T, int Rows, int Vectors, int Depth, class Line, class Start, class Finish>
-BOLTZATTN_INLINE void product_tile(int i, int v, int k, Strided<T> a, Line line, Start start,
-                                   Finish finish) {
-  Vec<T> sum[Rows][Vectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < Rows; ++r) start(v, i + r, sum[r]);
+template <class T, int Rows, int Vectors, int Depth, class Line, class Finish>
+BOLTZATTN_INLINE void product_tile(int i, int v, int k, Strided<T> a, Line line, Finish finish) {
+  Vec<T> sum[Rows][Vectors] = {};
   const int depth = Depth ? Depth : k;
   auto add = [&](Vec<T>(&to)[Rows][Vectors], int p) BOLTZATTN_INLINED {
     Vec<T> of_b[Vectors];
@@ -49,32 +45,31 @@ BOLTZATTN_INLINE void product_tile(int i, int v, int k, Strided<T> a, Line line,
   for (int r = 0; r < Rows; ++r) finish(v, i + r, sum[r]);
 }
 
-template <class T, int Rows, int Depth, class Line, class Start, class Finish>
-BOLTZATTN_INLINE void product_rows(int i, int vectors, int k, Strided<T> a, Line line, Start start,
+template <class T, int Rows, int Depth, class Line, class Finish>
+BOLTZATTN_INLINE void product_rows(int i, int vectors, int k, Strided<T> a, Line line,
                                    Finish finish) {
   a.data += int64_t(i) * a.row;
   int v = 0;
   for (; v + kPanel <= vectors; v += kPanel)
-    product_tile<T, Rows, kPanel, Depth>(i, v, k, a, line, start, finish);
-  for (; v < vectors; ++v) product_tile<T, Rows, 1, Depth>(i, v, k, a, line, start, finish);
+    product_tile<T, Rows, kPanel, Depth>(i, v, k, a, line, finish);
+  for (; v < vectors; ++v) product_tile<T, Rows, 1, Depth>(i, v, k, a, line, finish);
 }
 
 // All rows, in tiles as tall as the registers allow, and the rest in tiles as even as can be: a
 // single row would wait for its own sums.
-template <class T, class Line, class Start, class Finish>
-BOLTZATTN_INLINE void product(int m, int vectors, int k, Strided<T> a, Line line, Start start,
-                              Finish finish) {
+template <class T, class Line, class Finish>
+BOLTZATTN_INLINE void product(int m, int vectors, int k, Strided<T> a, Line line, Finish finish) {
   constexpr int kSmall = 4;  // with two vectors, as many sums as keep the units busy
   int i = 0;
   for (; m - i >= kTileRows && m - i != 2 * kSmall && m - i != 2 * kSmall - 1; i += kTileRows)
-    product_rows<T, kTileRows, 0>(i, vectors, k, a, line, start, finish);
-  for (; m - i >= kSmall; i += kSmall)
-    product_rows<T, kSmall, 0>(i, vectors, k, a, line, start, finish);
-  for (; m - i >= 2; i += 2) product_rows<T, 2, 0>(i, vectors, k, a, line, start, finish);
-  if (m > i) product_rows<T, 1, 0>(i, vectors, k, a, line, start, finish);
+    product_rows<T, kTileRows, 0>(i, vectors, k, a, line, finish);
+  for (; m - i >= kSmall; i += kSmall) product_rows<T, kSmall, 0>(i, vectors, k, a, line, finish);
+  for (; m - i >= 2; i += 2) product_rows<T, 2, 0>(i, vectors, k, a, line, finish);
+  if (m > i) product_rows<T, 1, 0>(i, vectors, k, a, line, finish);
 }
 
-// C[m, n] (+)= A B with B and C in rows of whole vectors.
+// C[m, n] (+)= A B with B and C in rows of whole vectors. What is added is summed first: a running
+// sum would round by its own size each time.
 template <class T, bool Accumulate>
 static void gemm(int64_t m, int64_t vectors, int64_t k, Strided<T> a, const T* b, int64_t b_row,
                  T* c, int64_t c_row) {
@@ -83,11 +78,7 @@ static void gemm(int64_t m, int64_t vectors, int64_t k, Strided<T> a, const T* b
       int(m), int(vectors), int(k), a,
       [=](int v, int p, auto& line) BOLTZATTN_INLINED { load(b + p * b_row + v * L, line); },
       [=](int v, int i, auto& sum) BOLTZATTN_INLINED {
-        if (Accumulate) {
-          load(c + i * c_row + v * L, sum);
-        } else {
-          for (auto& x : sum) x = Vec<T>{};
-        }
-      },
-      [=](int v, int i, auto& sum) BOLTZATTN_INLINED { store(c + i * c_row + v * L, sum); });
+        T* to = c + i * c_row + v * L;
+        for (auto& x : sum) store(to, Accumulate ? load(to) + x : x), to += L;
+      });
 }

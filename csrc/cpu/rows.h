@@ -194,9 +194,6 @@ static void sum_rows(int nodes, int64_t tokens, int64_t columns, const T* weight
           __builtin_prefetch(rows[i + kTile] + at, 0, 2);
           for (auto& x : line) x = load(rows[i] + at) - load(centre + at), at += L;
         },
-        [](int, int, auto& sum) BOLTZATTN_INLINED {
-          for (auto& x : sum) x = Vec<T>{};
-        },
         [=](int v, int a, auto& sum) BOLTZATTN_INLINED {
           int64_t at = c + v * L;
           for (auto& x : sum) add_wide(to + a * size + at, x), at += L;
@@ -213,9 +210,6 @@ BOLTZATTN_INLINE void spread_table(int nodes, int64_t tokens, int64_t columns, c
       int(tokens), int(ceil_div(columns, L)), nodes, {weight, 1, kTile},
       [=](int v, int a, auto& line)
           BOLTZATTN_INLINED { load(table + a * table_row + v * L, line); },
-      [](int, int, auto& sum) BOLTZATTN_INLINED {
-        for (auto& x : sum) x = Vec<T>{};
-      },
       finish);
 }
 
