@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from bench import cases, environment, measure, plot, providers, report, results
 from bench.cases import Entry
+from bench.cores import Cores
 from bench.results import Record, Records
 
 DEFAULT_OUT = Path(__file__).parent / "results"
@@ -57,6 +58,7 @@ def run(
     todo = [e for e in grid if not results.is_done(e, here, records, able(e))]
     cost = {e.case: measure.expected_seconds(e, able(e), effort) for e in todo}
     spent = dict.fromkeys(cost, 0.0)
+    cores = Cores()
     layout = "{percentage:3.0f}%|{bar}| {elapsed} spent, {remaining} left, {postfix}"
     with tqdm(total=sum(cost.values()), bar_format=layout, disable=None) as bar:
 
@@ -66,7 +68,7 @@ def run(
             spent[entry.case] = cost[entry.case] * done
 
         for group in [todo] if effort.together else [[entry] for entry in todo]:
-            for case, rows in measure.measure(group, effort, progress).items():
+            for case, rows in measure.measure(group, effort, cores, progress).items():
                 records = results.replace_case(records, [Record(here, case, row) for row in rows])
             results.save(path, records)
     # In the order of the grid, whatever order they were measured in; others' rows stay out.

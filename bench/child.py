@@ -20,6 +20,11 @@ _context.set_forkserver_preload(
 )
 
 
+def shared_number(value: float) -> Any:
+    """A number that children share when it is among their arguments: read and set `.value`."""
+    return _context.Value("d", value)
+
+
 class ChildError(RuntimeError):
     """The child raised, or died; the message says which."""
 

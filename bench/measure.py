@@ -20,12 +20,12 @@ from torch import Tensor
 from bench import child, providers
 from bench.accuracy import Judge
 from bench.cases import Case, Entry
+from bench.cores import Cores, StopWatch
 from bench.environment import available_memory
 from bench.problems import LayerProblem, Problem, make_problem
 from bench.providers import Bound, Provider
 from bench.results import FAILED, MEASURED, SKIPPED, TOO_LARGE, TOO_SLOW, Row, fill_ratios
 
-StopWatch = Callable[[Callable[[], object], int], list[float]]  # seconds of each of some calls
 PROBE_N = 2048  # large enough to be quadratic, small enough to cost nothing
 MB = 2**20
 
@@ -36,13 +36,16 @@ class Effort:
 
     A sample is the fastest of the calls that fit into `sample_s`, but at least 2: what else the
     machine does can only add time. A provider gets samples until its share is used up, but at least
-    3. Of long calls 2 samples of one call are enough: what disturbs them averages out within each.
+    `least_samples`. A sample of long calls is one call: what disturbs it averages out within.
     """
 
     seconds_per_provider: float
     longest_call_s: float
     sample_s: float = 0.01
+    least_samples: int = 3
     long_call_s: float = 1.0
+    least_long_samples: int = 2
+    patience_s: float = 0.0  # for the cores to come near to each other, by a case or by all
     together: bool = False  # cases take turns, too, else one comes after the other
 
     def repeats(self, call_s: float) -> int:
@@ -50,16 +53,26 @@ class Effort:
 
     def done(self, samples: int, spent: float, call_s: float) -> float:
         """How much of a provider's share is measured; 1: all of it."""
-        least = 2 if call_s > self.long_call_s else 3
+        least = self.least_long_samples if call_s > self.long_call_s else self.least_samples
         return min(spent / max(self.seconds_per_provider, 1e-9), samples / least)
 
 
-QUICK = Effort(seconds_per_provider=0.4, longest_call_s=3.0, together=True)
-FULL = Effort(seconds_per_provider=0.5, longest_call_s=4.0)
+QUICK = Effort(
+    seconds_per_provider=0.4,
+    longest_call_s=3.0,
+    least_samples=5,
+    least_long_samples=3,
+    patience_s=35.0,
+    together=True,
+)
+FULL = Effort(seconds_per_provider=0.5, longest_call_s=4.0, patience_s=3.0)
 
 
 def measure(
-    entries: Sequence[Entry], effort: Effort, progress: Callable[[Entry, float], None]
+    entries: Sequence[Entry],
+    effort: Effort,
+    cores: Cores,
+    progress: Callable[[Entry, float], None],
 ) -> dict[Case, list[Row]]:
     """All rows of some cases, those of providers that cannot take part included.
 
@@ -69,6 +82,7 @@ def measure(
     `progress(entry, how much of it is done)` is called from time to time.
     """
     rows = {entry.case: _candidates(entry) for entry in entries}
+    cores.allow(effort.patience_s)
     children = {
         entry: child.Child(
             _time_in_turns,
@@ -76,6 +90,7 @@ def measure(
             [row for row in rows[entry.case] if not row.status],
             effort,
             effort.longest_call_s * entry.patience,
+            cores,
         )
         for entry in entries
     }
@@ -127,13 +142,13 @@ def _candidates(entry: Entry) -> list[Row]:
 
 
 def _time_in_turns(
-    case: Case, rows: list[Row], effort: Effort, limit: float
+    case: Case, rows: list[Row], effort: Effort, limit: float, cores: Cores
 ) -> Generator[float, None, list[Row]]:
     """Fill in time and accuracy. Runs in a child; yields how much is done after every round."""
     settle_allocator(case.fresh_pages)
     if case.threads:
         torch.set_num_threads(case.threads)
-    seconds = cuda_seconds if case.device == "cuda" else cpu_seconds
+    seconds = cuda_seconds if case.device == "cuda" else cores.watch(cpu_seconds)
     problem = make_problem(case)
     judges: dict[int, Judge] = {}  # by the weights of a layer, which its provider may choose
     calls: dict[str, Callable[[], object]] = {}

@@ -26,8 +26,9 @@ HEADINGS = tuple(
     ]
 )
 LEGEND = """\
-time      median of interleaved samples, each the fastest call within 0.1 s (or of two longer
-          ones); ± interquartile range of them
+time      median of interleaved samples, each the fastest call within 10 ms (or of two longer
+          ones, or one of over a second), results in memory that is used again; ± interquartile
+          range of them
 speed-up  over the faster of `sdpa` and `sdpa padded` (layers: one linear map; modules:
           nn.MultiheadAttention) in the same run; none without a passed accuracy check
 of clone  bytes that must be moved / time, relative to value.clone() in the same run

@@ -14,6 +14,7 @@ from bench import (
     cases,
     child,
     compare,
+    cores,
     extrapolation,
     measure,
     plot,
@@ -24,6 +25,7 @@ from bench import (
     targets,
 )
 from bench.cases import Case, Entry
+from bench.cores import Cores
 from bench.environment import Environment
 from bench.results import FAILED, MEASURED, SKIPPED, TOO_SLOW, Record, Row
 
@@ -81,11 +83,12 @@ def test_providers_take_turns_in_rotating_order():
 
 
 @pytest.mark.parametrize("effort", [measure.QUICK, measure.FULL])
-def test_two_samples_of_long_calls_are_enough(effort):
+def test_fewer_samples_of_long_calls_are_enough(effort):
     clock = FakeClock({"short": 0.9, "long": 1.1})
     samples, _ = drained(measure.take_turns({name: name for name in clock.seconds}, effort, clock))
-    assert len(samples["short"]) == 3
-    assert len(samples["long"]) == 2
+    assert len(samples["short"]) == effort.least_samples >= 3
+    assert len(samples["long"]) == effort.least_long_samples >= 2
+    assert effort.least_long_samples < effort.least_samples
 
 
 def test_short_calls_are_repeated_and_budgets_are_kept():
@@ -98,6 +101,71 @@ def test_short_calls_are_repeated_and_budgets_are_kept():
     assert clock.log.count(("short", 10)) == 19  # 55e-5 s each: 1e-2 s is full
     assert samples["short"] == [1e-5] * 19  # the fastest call of each
     assert clock.log.count(("long", 2)) == 3  # never less
+
+
+class FakeSignals:
+    """Stands for the shortest parallel operation: takes what it is told, then the last forever."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = list(seconds)
+
+    def __call__(self, threads: int) -> float:
+        return self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
+
+
+@pytest.fixture
+def two_threads():
+    torch.set_num_threads(2)  # put back after every test
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_samples_wait_until_the_cores_are_near(monkeypatch):
+    """Apart before the first sample, and moved apart during it: it is taken again."""
+    known, clock = Cores(), FakeClock({"a": 1.0})
+    monkeypatch.setattr(cores, "_signal_s", FakeSignals(4e-6))
+    assert known.near()
+    known.allow(10.0)
+    signals = FakeSignals(6e-6, 6e-6, 4.5e-6, 6e-6, 4.5e-6)
+    monkeypatch.setattr(cores, "_signal_s", signals)
+    assert known.watch(clock)("a", 2) == [1.0, 2.0]
+    assert clock.log == [("a", 2)] * 2
+    assert len(signals.seconds) == 1  # all of them were asked for
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_patience_ends(monkeypatch):
+    known, clock = Cores(), FakeClock({"a": 1.0})
+    monkeypatch.setattr(cores, "_signal_s", FakeSignals(4e-6, 6e-6))
+    assert known.near()
+    known.allow(0.1)
+    assert known.watch(clock)("a", 1) == [1.0]
+    assert len(clock.log) == 1
+    known.allow(1.5)
+    monkeypatch.setattr(cores, "_signal_s", FakeSignals(4e-6, 6e-6, 4e-6, 6e-6, 4e-6, 6e-6))
+    assert known.watch(clock)("a", 1) == [1.0]
+    assert len(clock.log) == 4  # two calls of a second in vain, and then what there is
+
+
+def test_one_thread_is_always_near():
+    torch.set_num_threads(1)
+    assert all(Cores().near() for _ in range(3))
+
+
+def _near_after(known, signal_s):
+    torch.set_num_threads(2)
+    cores._signal_s = lambda threads: signal_s
+    return known.near()
+
+
+def test_processes_share_what_they_know_of_the_cores():
+    known = Cores()
+    assert child.run(_near_after, known, 4e-6)
+    assert not child.run(_near_after, known, 6e-6)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_shortest_parallel_operation_takes_time():
+    assert 0 < cores._signal_s(2) < 0.1
 
 
 def test_median_spread_and_throughput():
@@ -334,7 +402,7 @@ def counted(monkeypatch):
     """`measure.measure` replaced by one that counts its calls."""
     calls = []
 
-    def fake(entries, effort, progress):
+    def fake(entries, effort, cores, progress):
         calls.extend(entry.case for entry in entries)
         missing = row("pykeops", None, status=SKIPPED)
         return {e.case: [*(row(name) for name in cli.able(e)), missing] for e in entries}
@@ -361,10 +429,10 @@ def test_an_interrupted_run_keeps_what_it_has(counted, tmp_path, monkeypatch):
     grid = [Entry(Case(n), ("naive",)) for n in (8, 16)]
     path, whole = tmp_path / "x.csv", measure.measure
 
-    def interrupted(entries, effort, progress):
+    def interrupted(entries, effort, cores, progress):
         if entries[0].case.n == 16:
             raise KeyboardInterrupt
-        return whole(entries, effort, progress)
+        return whole(entries, effort, cores, progress)
 
     monkeypatch.setattr(measure, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -492,7 +560,7 @@ def test_children_answer_fail_and_die():
 
 def measured(entry, effort):
     """Rows of one case by provider."""
-    rows = measure.measure([entry], effort, lambda entry, done: None)
+    rows = measure.measure([entry], effort, Cores(), lambda entry, done: None)
     return {r.provider: r for r in rows[entry.case]}
 
 
@@ -516,7 +584,7 @@ def test_cases_take_turns(monkeypatch):
     entries = [Entry(Case(n, dv=4), ("naive", "boltzattn direct")) for n in (8, 16, 24)]
     effort = measure.Effort(0.02, longest_call_s=9, sample_s=1e-4)
     seen = []
-    rows = measure.measure(entries, effort, lambda e, done: seen.append((e.case.n, done)))
+    rows = measure.measure(entries, effort, Cores(), lambda e, done: seen.append((e.case.n, done)))
     assert [case.n for case in rows] == [8, 16, 24]
     assert all(row.samples >= 3 for found in rows.values() for row in found if row.measured)
     assert {n for n, _ in seen[: len(entries)]} == {8, 16, 24}
@@ -543,7 +611,7 @@ def test_a_case_that_dies_costs_its_own_rows_only(monkeypatch):
 
     monkeypatch.setattr(child.Child, "__init__", remember)
     monkeypatch.setattr(child.Child, "step", step)
-    first, second = measure.measure(entries, INSTANT, lambda entry, done: None).values()
+    first, second = measure.measure(entries, INSTANT, Cores(), lambda entry, done: None).values()
     assert first[0].status == FAILED
     assert "exit code" in first[0].reason
     assert second[0].measured
