@@ -59,6 +59,8 @@ def run(
     cost = {e.case: measure.expected_seconds(e, able(e), effort) for e in todo}
     spent = dict.fromkeys(cost, 0.0)
     cores = Cores()
+    if todo:
+        cores.learn(seconds=2.0)
     layout = "{percentage:3.0f}%|{bar}| {elapsed} spent, {remaining} left, {postfix}"
     with tqdm(total=sum(cost.values()), bar_format=layout, disable=None) as bar:
 

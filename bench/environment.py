@@ -12,6 +12,7 @@ from pathlib import Path
 
 import boltzattn
 import torch
+from boltzattn.backends import extension
 
 ROOT = Path(__file__).resolve().parent.parent
 # A change in any of these makes it another program; results and documents do not.
@@ -28,6 +29,7 @@ class Environment:
     default_threads: int  # what a case with threads=0 runs on
     memory_gb: int
     gpu: str
+    isa: str  # instruction set of our CPU kernels
     commit: str
     python: str
     torch: str
@@ -36,7 +38,7 @@ class Environment:
     def __str__(self) -> str:
         gpu = f", {self.gpu}" if self.gpu else ""
         return (
-            f"{self.cpu}, {self.cores} cores, {self.default_threads} threads, "
+            f"{self.cpu}, {self.isa}, {self.cores} cores, {self.default_threads} threads, "
             f"{self.memory_gb} GB{gpu}; boltzattn {self.boltzattn} at {self.commit}, "
             f"torch {self.torch}, Python {self.python}"
         )
@@ -53,6 +55,7 @@ def detect() -> Environment:
         default_threads=torch.get_num_threads(),
         memory_gb=round(_meminfo("MemTotal") / 2**30),
         gpu=gpu,
+        isa="none" if isinstance(compiled := extension(), str) else compiled.isa(),
         commit=_commit(),
         python=platform.python_version(),
         torch=torch.__version__,
@@ -74,9 +77,11 @@ def _cores() -> list[int]:
 def _cpu_model() -> str:
     path = Path("/proc/cpuinfo")
     if path.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE)
-        if match:
-            return match[1].strip()
+        facts = dict(re.findall(r"^([\w ]+?)\s*: (.+)$", path.read_text(), re.MULTILINE))
+        if "model name" in facts:
+            # Virtual machines may hide the model's number in its name.
+            numbers = [f"{x} {facts[x]}" for x in ("cpu family", "model") if x in facts]
+            return f"{facts['model name'].strip()} ({', '.join(numbers)})"
     return platform.processor() or platform.machine()
 
 

@@ -45,7 +45,7 @@ class Effort:
     least_samples: int = 3
     long_call_s: float = 1.0
     least_long_samples: int = 2
-    patience_s: float = 0.0  # for the cores to come near to each other, by a case or by all
+    waiting_s: float = 0.0  # lost at most while the cores are apart, by one call of `measure`
     together: bool = False  # cases take turns, too, else one comes after the other
 
     def repeats(self, call_s: float) -> int:
@@ -62,10 +62,10 @@ QUICK = Effort(
     longest_call_s=3.0,
     least_samples=5,
     least_long_samples=3,
-    patience_s=35.0,
+    waiting_s=35.0,
     together=True,
 )
-FULL = Effort(seconds_per_provider=0.5, longest_call_s=4.0, patience_s=3.0)
+FULL = Effort(seconds_per_provider=0.5, longest_call_s=4.0, least_long_samples=3, waiting_s=3.0)
 
 
 def measure(
@@ -82,14 +82,14 @@ def measure(
     `progress(entry, how much of it is done)` is called from time to time.
     """
     rows = {entry.case: _candidates(entry) for entry in entries}
-    cores.allow(effort.patience_s)
+    cores.allow(effort.waiting_s)
     children = {
         entry: child.Child(
             _time_in_turns,
             entry.case,
             [row for row in rows[entry.case] if not row.status],
             effort,
-            effort.longest_call_s * entry.patience,
+            effort.longest_call_s * entry.longest_factor,
             cores,
         )
         for entry in entries
@@ -306,17 +306,19 @@ def settle_allocator(fresh_pages: bool) -> None:
     Reused, as by every allocator that keeps what it has, the one for GPUs among them: then time is
     what the provider does, not what the system needs to find and zero pages. Or, with
     `fresh_pages`, given back from 32 MB on: glibc's allocator left to itself ends up there.
+    Other allocators are left alone.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        trim_threshold, mmap_threshold, mmap_max, arena_max = -1, -3, -4, -8
-        if fresh_pages:
-            mallopt(mmap_threshold, 32 * MB)
-            mallopt(trim_threshold, 64 * MB)
-        else:
-            mallopt(mmap_max, 0)
-            mallopt(trim_threshold, -1)  # never
-            mallopt(arena_max, 1)  # only the main heap can grow without mmap
+    mallopt = providers.glibc_mallopt()
+    if mallopt is None:
+        return
+    trim_threshold, mmap_threshold, mmap_max, arena_max = -1, -3, -4, -8
+    if fresh_pages:
+        mallopt(mmap_threshold, 32 * MB)
+        mallopt(trim_threshold, 64 * MB)
+    else:
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, -1)  # never
+        mallopt(arena_max, 1)  # only the main heap can grow without mmap
 
 
 @contextlib.contextmanager
@@ -392,7 +394,7 @@ def _first_line(error: BaseException) -> str:
 
 def expected_seconds(entry: Entry, able: Sequence[str], effort: Effort) -> float:
     """A rough guess for the progress bar; it corrects itself by the time really spent."""
-    case, longest = entry.case, effort.longest_call_s * entry.patience
+    case, longest = entry.case, effort.longest_call_s * entry.longest_factor
     pairs = case.batch * case.heads * case.n**2 * (3 if case.backward else 1)
     total = 1.0
     for name in able:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -112,7 +113,7 @@ def taking_part(case: Case, prefixes: Sequence[str] = ()) -> dict[str, Reason]:
     backend serves the method.
     """
     reasons = {
-        provider.name: provider.why_not(case)
+        provider.name: _no_such_pages(case) or provider.why_not(case)
         for provider in table().values()
         if case.level in provider.levels
         and (not prefixes or provider.name.startswith(tuple(prefixes)))
@@ -125,6 +126,23 @@ def taking_part(case: Case, prefixes: Sequence[str] = ()) -> dict[str, Reason]:
         for name, reason in reasons.items()
         if REFERENCE not in name or (reason is None and name.split(" (")[0] not in served)
     }
+
+
+@lru_cache(maxsize=1)
+def glibc_mallopt() -> Callable[[int, int], int] | None:
+    """Tells glibc what to do with freed memory; None where the allocator is another."""
+    try:
+        libc = ctypes.CDLL(None)
+    except (OSError, TypeError):  # Windows has no such thing as None
+        return None
+    # Others may have a mallopt that does nothing.
+    return libc.mallopt if hasattr(libc, "gnu_get_libc_version") else None
+
+
+def _no_such_pages(case: Case) -> Reason:
+    if case.fresh_pages and glibc_mallopt() is None:
+        return "only glibc's allocator can be told to hand out fresh pages"
+    return None
 
 
 def _clone(problem: Problem) -> Bound:

@@ -83,7 +83,7 @@ def test_awkward_keys(temperature: float, family: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("temperature", [1.0, 300.0, 3000.0])
 def test_every_instruction_set(temperature: float, dtype: torch.dtype, isa: str) -> None:
-    """Layouts from one panel to dozens, with numbers of nodes that no vector divides."""
+    """Layouts from one panel to dozens, with nodes that AVX-512 vectors do not divide."""
     query, key, value, grad_out = inputs(dtype)
     with instruction_set(isa):
         assert_attention(TRANSFORM, query * temperature, key, value, grad_out)
