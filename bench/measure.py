@@ -36,7 +36,7 @@ class Effort:
 
     A sample is the fastest of the calls that fit into `sample_s`, but at least 2: what else the
     machine does can only add time. A provider gets samples until its share is used up, but at least
-    `least_samples`. A sample of long calls is one call: what disturbs it averages out within.
+    `least_samples`. A sample of a long call is that call: what disturbs it averages out within.
     """
 
     seconds_per_provider: float
@@ -61,8 +61,9 @@ QUICK = Effort(
     seconds_per_provider=0.4,
     longest_call_s=3.0,
     least_samples=5,
+    long_call_s=0.3,
     least_long_samples=3,
-    waiting_s=35.0,
+    waiting_s=30.0,
     together=True,
 )
 FULL = Effort(seconds_per_provider=0.5, longest_call_s=4.0, least_long_samples=3, waiting_s=3.0)

@@ -106,17 +106,18 @@ def table() -> dict[str, Provider]:
     return {row.name: row for row in rows}
 
 
-def taking_part(case: Case, prefixes: Sequence[str] = ()) -> dict[str, Reason]:
-    """Providers of the case's level among `prefixes` (all if empty): None, or why not.
+def taking_part(case: Case, wanted: Sequence[str] = ()) -> dict[str, Reason]:
+    """Providers of the case's level among those wanted (see `Entry`): None, or why not.
 
     The reference backend is the oracle, not a contender: it stands in only where no compiled
     backend serves the method.
     """
+    beginnings = tuple(name for name in wanted if name not in table())
     reasons = {
         provider.name: _no_such_pages(case) or provider.why_not(case)
         for provider in table().values()
         if case.level in provider.levels
-        and (not prefixes or provider.name.startswith(tuple(prefixes)))
+        and (not wanted or provider.name in wanted or provider.name.startswith(beginnings))
     }
     served = {
         name.split(" (")[0] for name, r in reasons.items() if r is None and REFERENCE not in name

@@ -27,7 +27,7 @@ HEADINGS = tuple(
 )
 LEGEND = """\
 time      median of interleaved samples, each the fastest call within 10 ms (or of two longer
-          ones, or one of over a second), taken while the cores share a cache if they do so
+          ones, or one long call), taken while the cores share a cache if they do so
           now and then, results in memory that is used again (unless: fresh pages);
           ± interquartile range of the samples
 speed-up  over the faster of `sdpa` and `sdpa padded` (layers: one linear map; modules:

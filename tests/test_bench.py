@@ -85,7 +85,7 @@ def test_providers_take_turns_in_rotating_order():
 
 @pytest.mark.parametrize("effort", [measure.QUICK, measure.FULL])
 def test_fewer_samples_of_long_calls_are_enough(effort):
-    clock = FakeClock({"short": 0.9, "long": 1.1})
+    clock = FakeClock({"short": effort.long_call_s * 0.9, "long": effort.long_call_s * 1.1})
     samples, _ = drained(measure.take_turns({name: name for name in clock.seconds}, effort, clock))
     assert len(samples["short"]) == effort.least_samples >= 3
     assert len(samples["long"]) == effort.least_long_samples >= 2
@@ -632,7 +632,7 @@ def test_a_case_that_dies_costs_its_own_rows_only(monkeypatch):
 
 
 def test_measuring_a_case_fills_every_cell():
-    entry = Entry(Case(256, passes="both"), ("clone", "naive", "sdpa", "boltzattn direct"))
+    entry = Entry(Case(256, passes="both"), cases.BASIC)
     rows = measured(entry, INSTANT)
     for name in ("naive", "sdpa", "sdpa padded"):
         got = rows[name]

@@ -682,7 +682,7 @@ void check_agreement(const Kernels& kernels) {
       for (int side = 0; side < 2; ++side) {
         generator.seed(uint64_t(scale));
         found[side].reset(new Machine(2, 300, 700, 5, dtype, scale, true, false));
-        now_running = std::string(tables[side]->name) + " against portable";
+        now_running = std::string(kernels.name) + " against portable";
         tables[side]->transform_forward(found[side]->g.call);
         tables[side]->transform_backward(found[side]->g);
       }
