@@ -7,6 +7,7 @@ import io
 import pickle
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from boltzattn.nn import FeedForward, LowRankAttention, OneLayerTransformer
@@ -318,31 +319,24 @@ def test_repr() -> None:
     assert "activation='gelu'" in repr(FeedForward(8, 8, activation="gelu"))
 
 
-def train_on_one_rank(rank: int, file: str, gradient_file: str) -> None:
-    """Process `rank` of 2: half of the batch; process 0 writes the gradients it ends up with."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=2
-    )
+def gradients_of_one_rank(rank: int, world: int) -> dict[str, Tensor]:
+    """With its part of the batch, after the processes have exchanged theirs."""
     torch.manual_seed(rank)  # DDP must broadcast the weights of process 0
     module = BUILDERS["standard"]()
     parallel = nn.parallel.DistributedDataParallel(module)
     batch = torch.randn(4, N, DIM, generator=torch.Generator().manual_seed(5))
-    parallel(batch[2 * rank : 2 * rank + 2]).square().mean().backward()
-    if rank == 0:
-        grads = {name: p.grad for name, p in module.named_parameters()}
-        torch.save(grads, gradient_file)
-    torch.distributed.destroy_process_group()
+    parallel(batch.chunk(world)[rank]).square().mean().backward()
+    torch.distributed.barrier()
+    return {name: p.grad for name, p in module.named_parameters()}
 
 
 def test_distributed_data_parallel(tmp_path: Path) -> None:
     """Two processes with half a batch each have the gradients of one with the whole."""
-    files = str(tmp_path / "meeting"), str(tmp_path / "gradients")
-    torch.multiprocessing.spawn(train_on_one_rank, files, nprocs=2)
+    both = processes.run(gradients_of_one_rank, 2, tmp_path)
     torch.manual_seed(0)
     module = BUILDERS["standard"]()
     batch = torch.randn(4, N, DIM, generator=torch.Generator().manual_seed(5))
     module(batch).square().mean().backward()
-    grads = torch.load(files[1], weights_only=True)
-    for name, p in module.named_parameters():
-        torch.testing.assert_close(grads[name], p.grad, rtol=1e-4, atol=1e-6)
+    for grads in both:
+        for name, p in module.named_parameters():
+            torch.testing.assert_close(grads[name], p.grad, rtol=1e-4, atol=1e-6)
