@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import boltzattn
@@ -66,6 +69,17 @@ def detect() -> Environment:
 def available_memory() -> int:
     """Bytes that can be used without swapping."""
     return _meminfo("MemAvailable")
+
+
+@lru_cache(maxsize=1)
+def glibc_mallopt() -> Callable[[int, int], int] | None:
+    """Tells glibc what to do with freed memory; None where the allocator is another."""
+    try:
+        libc = ctypes.CDLL(None)
+    except (OSError, TypeError):  # Windows has no such thing as None
+        return None
+    # Others may have a mallopt that does nothing.
+    return libc.mallopt if hasattr(libc, "gnu_get_libc_version") else None
 
 
 def _cores() -> list[int]:

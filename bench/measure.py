@@ -21,7 +21,7 @@ from bench import child, providers
 from bench.accuracy import Judge
 from bench.cases import Case, Entry
 from bench.cores import Cores, StopWatch
-from bench.environment import available_memory
+from bench.environment import available_memory, glibc_mallopt
 from bench.problems import LayerProblem, Problem, make_problem
 from bench.providers import Bound, Provider
 from bench.results import FAILED, MEASURED, SKIPPED, TOO_LARGE, TOO_SLOW, Row, fill_ratios
@@ -309,7 +309,7 @@ def settle_allocator(fresh_pages: bool) -> None:
     `fresh_pages`, given back from 32 MB on: glibc's allocator left to itself ends up there.
     Other allocators are left alone.
     """
-    mallopt = providers.glibc_mallopt()
+    mallopt = glibc_mallopt()
     if mallopt is None:
         return
     trim_threshold, mmap_threshold, mmap_max, arena_max = -1, -3, -4, -8

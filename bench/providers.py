@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.cases import Case
+from bench.environment import glibc_mallopt
 from bench.problems import AttentionProblem, LayerProblem, Problem, Weights, make_problem
 
 Reason = str | None
@@ -127,17 +127,6 @@ def taking_part(case: Case, wanted: Sequence[str] = ()) -> dict[str, Reason]:
         for name, reason in reasons.items()
         if REFERENCE not in name or (reason is None and name.split(" (")[0] not in served)
     }
-
-
-@lru_cache(maxsize=1)
-def glibc_mallopt() -> Callable[[int, int], int] | None:
-    """Tells glibc what to do with freed memory; None where the allocator is another."""
-    try:
-        libc = ctypes.CDLL(None)
-    except (OSError, TypeError):  # Windows has no such thing as None
-        return None
-    # Others may have a mallopt that does nothing.
-    return libc.mallopt if hasattr(libc, "gnu_get_libc_version") else None
 
 
 def _no_such_pages(case: Case) -> Reason:

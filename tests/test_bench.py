@@ -27,7 +27,7 @@ from bench import (
 )
 from bench.cases import Case, Entry
 from bench.cores import Cores
-from bench.environment import Environment
+from bench.environment import Environment, glibc_mallopt
 from bench.results import FAILED, MEASURED, SKIPPED, TOO_SLOW, Record, Row
 
 HERE = Environment("m", "Some CPU", 2, 2, 8, "", "avx2", "abc", "3.11", "2.13", "0.1")
@@ -659,7 +659,7 @@ def page_faults(fresh_pages):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-@pytest.mark.skipif(providers.glibc_mallopt() is None, reason="glibc's allocator alone is settled")
+@pytest.mark.skipif(glibc_mallopt() is None, reason="glibc's allocator alone is settled")
 def test_freed_memory_is_used_again_unless_fresh_pages_are_asked_for():
     assert child.run(page_faults, False) < 100
     assert child.run(page_faults, True) > 20  # a fault may bring 2 MB
