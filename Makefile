@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One worker and one thread per core: tests that need more threads ask for them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
-SOURCES := $(shell find csrc tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+SOURCES := $(shell find csrc tests/support/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 # Where nvcc is found, CUDA kernels are built for one architecture here; newer ones take its PTX.
 export TORCH_CUDA_ARCH_LIST ?= 8.0+PTX
 
@@ -35,7 +35,7 @@ $(VENV)/.peers: bench/requirements.txt $(VENV)/.requirements
 	@touch $@
 
 # Triton's interpreter is chosen for a whole process, hence the second run.
-INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/gpu/interpreted
 
 test: venv
 	$(PYTEST) -m "not full"

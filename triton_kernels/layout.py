@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from boltzattn import layout
+from boltzattn.transform import layout
 from boltzattn.triton_kernels.heads import joined, load_vector
 
 NODES = 16  # on a panel of either axis: the shortest side of a matrix product

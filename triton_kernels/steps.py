@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from boltzattn.layout import LARGEST_PRODUCT
+from boltzattn.transform.layout import LARGEST_PRODUCT
 from boltzattn.triton_kernels.core import adjoint_kernel, certify_kernel, core_kernel
 from boltzattn.triton_kernels.heads import lead_of, split, strided
 from boltzattn.triton_kernels.launch import (

@@ -2,12 +2,12 @@
 
 from boltzattn import distributed, nn
 from boltzattn._version import __version__
-from boltzattn.backends import BACKENDS, METHODS, use_backend, use_method
 from boltzattn.boltz_operator import boltz
+from boltzattn.compose.merge import merge
+from boltzattn.compose.streaming import StreamingAttention
+from boltzattn.dispatch.backends import BACKENDS, METHODS, use_backend, use_method
 from boltzattn.explanation import explain
 from boltzattn.functional import attention, self_attention
-from boltzattn.merging import merge
-from boltzattn.streaming import StreamingAttention
 
 __all__ = [
     "BACKENDS",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boltzattn.canonical import kind_of, shape_of
+from boltzattn.validation import kind_of, shape_of
 
 
 def _boltz_parts(a: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -19,10 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boltzattn import backends, canonical, functional, reference_stages
-from boltzattn.layout import LARGEST_PRODUCT, Range
-from boltzattn.modes import exact
-from boltzattn.reference import accumulate_dtype
+from boltzattn import functional
+from boltzattn import validation as canonical
+from boltzattn.dispatch import backends
+from boltzattn.dispatch.torch_modes import exact
+from boltzattn.reference import stages as reference_stages
+from boltzattn.reference.direct import accumulate_dtype
+from boltzattn.transform.layout import LARGEST_PRODUCT, Range
 
 EXCHANGES = ("moments", "gather")
 # Of the stages between exchanges, with levels of precision (as in csrc/cpu/transform.h).

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from boltzattn import distributed, ops, packed, plan
-from boltzattn.canonical import canonical
+from boltzattn import distributed
+from boltzattn.dispatch import plan
+from boltzattn.ops import attention as ops
+from boltzattn.ops import varlen as packed
+from boltzattn.validation import canonical
 
 
 def explain(

@@ -8,9 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boltzattn import backends, layer, ops, packed, plan, reference  # noqa: F401
-from boltzattn.autograd import Attention
-from boltzattn.canonical import (
+from boltzattn.dispatch import (
+    backends,
+    plan,
+)
+from boltzattn.ops import attention as ops
+from boltzattn.ops import layer  # noqa: F401
+from boltzattn.ops import varlen as packed
+from boltzattn.ops.autograd import Attention
+from boltzattn.reference import direct as reference
+from boltzattn.validation import (
     canonical,
     check_layer,
     check_mask_gradient,

@@ -13,7 +13,8 @@ import platform
 import torch
 
 import boltzattn
-from boltzattn import backends, cuda_report
+from boltzattn import cuda_report
+from boltzattn.dispatch import backends
 
 
 def report() -> str:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 import boltzattn
-from boltzattn import backends, info, ops
+from boltzattn import info
+from boltzattn.dispatch import backends
+from boltzattn.ops import attention as ops
 
 # What `transform` certifies, relative to the largest magnitude; `direct` is well within it too.
 TOLERANCE = {

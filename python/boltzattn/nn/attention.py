@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from boltzattn import backends, distributed, reference
+from boltzattn import distributed
+from boltzattn.dispatch import backends
 from boltzattn.functional import attention, self_attention
 from boltzattn.nn.approximation import Approximation, truncate
 from boltzattn.nn.inputs import check_inputs, check_jagged, check_mask, jagged
+from boltzattn.reference import direct as reference
 
 
 class _DeclineFastPath:

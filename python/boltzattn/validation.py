@@ -1,0 +1,292 @@
+"""Validation, and the form that kernels take: every error names its argument and the remedy."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from boltzattn.dispatch import backends
+from boltzattn.ops.autograd import Options
+
+# query, key, value, attn_mask, key_mask, seed: see `reference`.
+Canonical = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def shape_of(x: Tensor) -> str:
+    return str(list(x.shape))
+
+
+def kind_of(x: object) -> str:
+    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x).__name__}"
+
+
+def canonical(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    key_padding_mask: Tensor | None,
+    method: str,
+    backend: str,
+) -> tuple[Canonical, Options, tuple[int, ...]]:
+    """Validate a call and bring it into the form of `reference`: (tensors, options, lead).
+
+    `lead` is the leading shape of the result; with grouped heads the canonical one has an axis
+    more, so that no key is repeated in memory.
+    """
+    check_tensors(query, key, value)
+    backends.check_name("method", method, backends.METHODS)
+    backends.check_name("backend", backend, tuple(backends.BACKENDS))
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
+    check_scale(scale)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    if is_causal and attn_mask is not None:
+        raise ValueError(
+            "attn_mask must be None when is_causal is set (as in SDPA); "
+            "to combine them, pass attn_mask & causal_mask with is_causal=False"
+        )
+
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        target = torch.get_autocast_dtype(device)
+        query, key, value = (
+            x if x.dtype == torch.float64 else x.to(target) for x in (query, key, value)
+        )
+    _check_dtypes(query, key, value)
+
+    n_q, n_k = query.shape[-2], key.shape[-2]
+    if enable_gqa:
+        query, key, value, groups = _group_heads(query, key, value)
+    lead = tuple(query.shape[:-2])
+    if lead != key.shape[:-2] or lead != value.shape[:-2]:
+        lead = _broadcast_lead(query, key, value)
+        query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
+    out_lead = (*lead[:-2], lead[-2] * lead[-1]) if enable_gqa else lead
+
+    if attn_mask is not None:
+        attn_mask = _expand_attn_mask(attn_mask, query, (*out_lead, n_q, n_k))
+        if enable_gqa:
+            attn_mask = attn_mask.unflatten(-3, (-1, groups))
+    key_mask = None
+    if key_padding_mask is not None:
+        key_mask = expand_key_padding_mask(key_padding_mask, query, (*out_lead, n_k))
+        if enable_gqa:
+            key_mask = key_mask.unflatten(-2, (-1, groups))
+    seed = None
+    if dropout_p > 0.0:
+        # One draw per call; an odd multiple of the head's index tells the heads apart.
+        draw = torch.randint(2**63 - 1, (), dtype=torch.int64, device=query.device)
+        index = torch.arange(math.prod(lead), device=query.device).view(lead)
+        seed = draw + index * 0x1E3779B97F4A7C15
+
+    method, backend = backends.preferred(method, backend)
+    options = (float(scale), float(dropout_p), bool(is_causal), method, backend)
+    return (query, key, value, attn_mask, key_mask, seed), options, out_lead
+
+
+def check_scale(scale: float | None) -> None:
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}")
+
+
+def check_layer(
+    x: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    w_o: Tensor | None,
+    num_heads: int,
+    b_q: Tensor | None,
+    b_k: Tensor | None,
+    b_v: Tensor | None,
+    b_o: Tensor | None,
+) -> None:
+    if not isinstance(num_heads, int) or num_heads < 1:
+        raise ValueError(f"num_heads must be an integer of at least 1, got {num_heads!r}")
+    tensors = {"x": x, "w_q": w_q, "w_k": w_k, "w_v": w_v, "w_o": w_o}
+    tensors |= {"b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o}
+    for name, t in tensors.items():
+        if t is None and name not in ("x", "w_q", "w_k", "w_v"):
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {kind_of(t)}")
+        if t.dtype not in backends.DTYPES:
+            raise TypeError(
+                f"{name} must be float64, float32, bfloat16 or float16, got {t.dtype}; "
+                f"convert it with {name}.to(torch.float32)"
+            )
+        if t.device != x.device:
+            raise ValueError(
+                f"{name} must be on the device of x, {x.device}, got {t.device}; "
+                f"move it with {name}.to(x.device)"
+            )
+        if t.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"{name} must have the dtype of x, {x.dtype}, got {t.dtype}; "
+                f"convert it with {name}.to(x.dtype)"
+            )
+    if x.ndim < 2:
+        raise ValueError(f"x must have at least 2 dimensions [..., n, d], got shape {shape_of(x)}")
+    d = x.shape[-1]
+    for name, weight in (("w_q", w_q), ("w_k", w_k), ("w_v", w_v)):
+        rows = weight.shape[0] if weight.ndim == 2 else 0
+        if weight.ndim != 2 or weight.shape[1] != d or rows == 0 or rows % num_heads:
+            width = "dv" if name == "w_v" else "rank"
+            raise ValueError(
+                f"{name} must have shape [num_heads * {width}, d] with num_heads = {num_heads} and "
+                f"d = {d} (the last dimension of x), got {shape_of(weight)}"
+            )
+    if w_q.shape != w_k.shape:
+        raise ValueError(
+            f"w_k must have the shape of w_q, {shape_of(w_q)}, got {shape_of(w_k)}: queries and "
+            "keys have the same rank"
+        )
+    if w_o is not None and (w_o.ndim != 2 or w_o.shape[1] != w_v.shape[0]):
+        raise ValueError(
+            f"w_o must have shape [d_out, num_heads * dv] = [d_out, {w_v.shape[0]}], "
+            f"got {shape_of(w_o)}"
+        )
+    if b_o is not None and w_o is None:
+        raise ValueError("b_o must be None without w_o: there is no output projection to add it to")
+    pairs = (("q", b_q, w_q), ("k", b_k, w_k), ("v", b_v, w_v), ("o", b_o, w_o))
+    for name, b, w in pairs:
+        if b is not None and w is not None and b.shape != w.shape[:1]:
+            raise ValueError(
+                f"b_{name} must have shape {[w.shape[0]]}, one number per row of w_{name}, "
+                f"got {shape_of(b)}"
+            )
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {kind_of(x)}")
+        if x.dtype not in backends.DTYPES:
+            raise TypeError(
+                f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}; "
+                f"convert it with {name}.to(torch.float32)"
+            )
+        if x.ndim < 2:
+            raise ValueError(
+                f"{name} must have at least 2 dimensions [..., n, width], got shape {shape_of(x)}"
+            )
+        if x.ndim > 2 and x.shape[-3] == 0:
+            raise ValueError(f"{name} must have at least 1 head (dimension -3), got {shape_of(x)}")
+    if query.shape[-1] == 0:
+        raise ValueError(f"query must have rank (last dimension) at least 1, got {shape_of(query)}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"key must have the rank (last dimension) of query, {query.shape[-1]}, "
+            f"got {key.shape[-1]} (query {shape_of(query)}, key {shape_of(key)})"
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"value must have as many rows as key, {key.shape[-2]}, got {value.shape[-2]} "
+            f"(key {shape_of(key)}, value {shape_of(value)})"
+        )
+    if value.shape[-1] == 0:
+        raise ValueError(f"value must have a last dimension of at least 1, got {shape_of(value)}")
+    for name, x in (("key", key), ("value", value)):
+        if x.device != query.device:
+            raise ValueError(
+                f"{name} must be on the device of query, {query.device}, got {x.device}; "
+                f"move it with {name}.to(query.device)"
+            )
+
+
+def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            raise TypeError(
+                f"{name} must have the dtype of query, {query.dtype}, got {x.dtype}; "
+                f"convert it with {name}.to(query.dtype)"
+            )
+
+
+def _group_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """View H query heads as H_key groups, and let the group axis of key and value broadcast."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim < 3:
+            raise ValueError(
+                f"{name} must have a head axis for enable_gqa, got shape {shape_of(x)}"
+            )
+    heads, key_heads, value_heads = query.shape[-3], key.shape[-3], value.shape[-3]
+    if key_heads != value_heads:
+        raise ValueError(
+            f"key and value must have equally many heads for enable_gqa, "
+            f"got {key_heads} and {value_heads}"
+        )
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(
+            f"query must have a multiple of key's heads for enable_gqa, "
+            f"got {heads} query heads and {key_heads} key heads"
+        )
+    groups = heads // key_heads
+    return query.unflatten(-3, (key_heads, groups)), key.unsqueeze(-3), value.unsqueeze(-3), groups
+
+
+def _broadcast_lead(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    try:
+        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    except RuntimeError:
+        raise ValueError(
+            "query, key and value must have leading dimensions that broadcast, "
+            f"got query {shape_of(query)}, key {shape_of(key)}, value {shape_of(value)}"
+            "; for fewer key heads than query heads pass enable_gqa=True"
+        ) from None
+    return tuple(lead)
+
+
+def _check_mask_kind(name: str, mask: Tensor, query: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {kind_of(mask)}")
+    if mask.dtype != torch.bool and mask.dtype not in backends.DTYPES:
+        raise TypeError(
+            f"{name} must be bool or floating point, got {mask.dtype}; convert 0/1 masks "
+            f"with {name}.bool()"
+        )
+    if mask.device != query.device:
+        raise ValueError(
+            f"{name} must be on the device of query, {query.device}, got {mask.device}"
+        )
+
+
+def _expand_attn_mask(mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
+    _check_mask_kind("attn_mask", mask, query)
+    try:
+        return mask.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"attn_mask must broadcast to [..., heads, n_q, n_k] = {list(shape)}, "
+            f"got {shape_of(mask)}"
+        ) from None
+
+
+def expand_key_padding_mask(mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
+    _check_mask_kind("key_padding_mask", mask, query)
+    *lead, n_k = shape
+    batch = lead[:-1]
+    try:
+        spread = mask.expand(*batch, n_k)
+    except RuntimeError:
+        raise ValueError(
+            f"key_padding_mask must broadcast to [batch..., n_k] = {[*batch, n_k]} "
+            f"(no head axis: the last leading dimension of query is the head), got {shape_of(mask)}"
+        ) from None
+    return spread.unsqueeze(-2).expand(shape) if lead else spread
+
+
+def check_mask_gradient(backend: str) -> None:
+    if backend not in ("auto", "reference"):
+        raise ValueError(
+            f"backend {backend!r} cannot serve this call: it computes no gradient for attn_mask "
+            "or key_padding_mask; detach() the mask or use backend='reference'"
+        )

@@ -1,0 +1,285 @@
+"""The capability table: who says what about a call, and whether they keep their word."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from typing import Any
+
+import boltzattn
+import pytest
+import torch
+from boltzattn.dispatch import backends, plan
+from boltzattn.dispatch.backends import BACKENDS, METHODS, extension, method_why_not
+from servers import PLAIN, Server, facts, servers
+
+ALL = [Server(method, name) for method in METHODS for name in BACKENDS]
+REQUESTS = {
+    "plain": facts(),
+    "rank 3": facts(rank=3),
+    "rank 40": facts(rank=40),
+    "half": facts(dtype=torch.float16),
+    "double": facts(dtype=torch.float64),
+    "causal": facts(is_causal=True),
+    "attn_mask": facts(attn_mask=True),
+    "key_bias": facts(key_bias=True),
+    "dropout": facts(dropout=True),
+    "long": facts(n_q=1 << 20, n_k=1 << 20),
+    "empty": facts(n_q=0, n_k=0),
+    "mask_gradient": facts(attn_mask=True, mask_gradient=True),
+    "cuda": facts(device="cuda"),
+    "xpu": facts(device="xpu"),
+}
+
+
+def _tensors(rank: int = 1, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    shapes = ((2, 8, rank), (2, 8, rank), (2, 8, 4))
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def _reasons(request: backends.Request, server: Server) -> list[str]:
+    of_backend = BACKENDS[server.backend].why_not(request, server.method)
+    return method_why_not(request, server.method) + of_backend
+
+
+def test_the_extension_is_built() -> None:
+    """Without it most of the tests would run on the reference alone, and pass."""
+    assert not isinstance(extension(), str), extension()
+    assert "cpu" in {server.backend for server in PLAIN}
+
+
+def test_every_named_thing_is_in_the_table() -> None:
+    assert list(BACKENDS) == [backend.name for backend in BACKENDS.values()]
+    for backend in BACKENDS.values():
+        assert backend.summary
+        assert set(backend.methods) <= set(METHODS)
+    for method in METHODS:
+        assert any(method in backend.methods for backend in BACKENDS.values())
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_reference_serves_everything(name: str) -> None:
+    """So that `auto` always finds somebody."""
+    assert not _reasons(REQUESTS[name], Server("direct", "reference"))
+    assert plan.choose(REQUESTS[name], "auto", "auto").method in METHODS
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_reasons_are_sentences(name: str) -> None:
+    for server in ALL:
+        reasons = _reasons(REQUESTS[name], server)
+        assert all(isinstance(reason, str) and len(reason) > 10 for reason in reasons)
+        assert len(set(reasons)) == len(reasons)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("server", ALL, ids=str)
+def test_the_named_is_taken_or_raises_every_reason(server: Server, name: str) -> None:
+    request = REQUESTS[name]
+    reasons = _reasons(request, server)
+    if not reasons:
+        taken = plan.choose(request, server.method, server.backend)
+        assert (taken.method, taken.backend) == server
+        return
+    with pytest.raises(ValueError, match="cannot serve this call") as raised:
+        plan.choose(request, server.method, server.backend)
+    # Reasons of the method come first and are enough: no backend could help.
+    expected = method_why_not(request, server.method) or reasons
+    for reason in expected:
+        assert reason in str(raised.value)
+
+
+def test_all_reasons_at_once() -> None:
+    """A call that a backend cannot serve for two reasons is told both."""
+    request = facts(device="cuda", attn_mask=True, mask_gradient=True)
+    reasons = BACKENDS["cpu"].why_not(request, "direct")
+    assert len(reasons) >= 2
+    with pytest.raises(ValueError, match="backend 'cpu' cannot serve") as raised:
+        plan.choose(request, "direct", "cpu")
+    for words in ("runs on cpu tensors, got cuda", "gradient for attn_mask", "detach()"):
+        assert words in str(raised.value)
+
+
+def test_explicit_backend_refuses_through_the_front_door() -> None:
+    query, key, value = _tensors()
+    mask = torch.zeros(8, 8, requires_grad=True)
+    with pytest.raises(ValueError, match="backend 'cpu' cannot serve this call") as raised:
+        boltzattn.attention(query, key, value, mask, backend="cpu")
+    assert "detach()" in str(raised.value)
+    boltzattn.attention(query, key, value, mask.detach(), backend="cpu")
+    boltzattn.attention(query, key, value, mask).sum().backward()
+    assert mask.grad.shape == mask.shape
+
+
+def test_preferences_nest_and_end() -> None:
+    query, key, value = _tensors()
+
+    def taken() -> str:
+        return boltzattn.explain(query, key, value).splitlines()[0]
+
+    first = taken()
+    with boltzattn.use_backend("reference"):
+        assert taken().endswith("backend reference")
+        with boltzattn.use_backend("cpu"), boltzattn.use_method("direct"):
+            assert taken() == "method direct, backend cpu"
+        assert taken().endswith("backend reference")
+        # An explicit argument wins.
+        explicit = boltzattn.explain(query, key, value, method="direct", backend="cpu")
+        assert explicit.startswith("method direct, backend cpu")
+        with boltzattn.use_backend("auto"):
+            assert taken() == first
+    assert taken() == first
+    with pytest.raises(KeyError), boltzattn.use_backend("reference"):
+        raise KeyError
+    assert taken() == first
+
+
+def test_preference_that_cannot_serve_raises() -> None:
+    query, key, value = _tensors()
+    mask = torch.zeros(8, 8, requires_grad=True)
+    with boltzattn.use_backend("cpu"), pytest.raises(ValueError, match="cannot serve"):
+        boltzattn.attention(query, key, value, mask)
+
+
+def test_explain_names_every_alternative() -> None:
+    query, key, value = _tensors(rank=3)
+    first, facts_line, not_taken, *others = boltzattn.explain(query, key, value).splitlines()
+    assert first == "method direct, backend cpu"
+    for words in ("2 heads", "n_q 8", "n_k 8", "rank 3", "dv 4", "float32 on cpu"):
+        assert words in facts_line
+    assert not_taken == "not taken:"
+    assert len(others) == len(ALL) - 1
+    request = facts(heads=2, rank=3)
+    for line in others:
+        names, reason = line.strip().split(": ", 1)
+        method, backend = names.split(" on ")
+        reasons = _reasons(request, Server(method, backend))
+        assert reason == ("; ".join(reasons) or "would be slower")
+
+
+def test_explain_runs_nothing() -> None:
+    """Meta tensors have no data to run on."""
+    query, key, value = (x.to("meta") for x in _tensors())
+    assert boltzattn.explain(query, key, value).startswith("method direct, backend reference")
+
+
+def test_fallback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    request = facts(n_q=12_345, attn_mask=True, mask_gradient=True)
+    with caplog.at_level(logging.INFO, "boltzattn"):
+        for _ in range(3):
+            assert plan.choose(request, "direct", "auto").backend == "reference"
+    messages = [record.getMessage() for record in caplog.records]
+    mine = [message for message in messages if message.startswith("backend cpu not taken")]
+    assert len(mine) == 1
+    assert "gradient" in mine[0]
+
+
+# -- without the extension -------------------------------------------------------------------------
+
+WITHOUT_EXTENSION = """
+import sys, warnings
+class NoExtension:
+    def find_spec(self, name, path=None, target=None):
+        if name == "boltzattn._C":
+            raise ImportError("undefined symbol: something of another torch")
+sys.meta_path.insert(0, NoExtension())
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch, boltzattn
+    query = torch.randn(2, 5, 3, requires_grad=True)
+    out = boltzattn.attention(query, query, query)
+    out.sum().backward()
+    boltzattn.attention(query, query, query)
+    boltzattn.boltz(query)
+ours = [w for w in caught if "boltzattn" in str(w.message)]
+assert len(ours) == 1, [str(w.message) for w in ours]
+assert ours[0].category is RuntimeWarning
+for words in ("undefined symbol", "reference", "pip install"):
+    assert words in str(ours[0].message), str(ours[0].message)
+expected = (query @ query.mT / 3 ** 0.5).softmax(-1) @ query
+assert out.shape == expected.shape and query.grad.isfinite().all()
+assert boltzattn.explain(query, query, query).startswith("method direct, backend reference")
+try:
+    boltzattn.attention(query, query, query, backend="cpu")
+except ValueError as error:
+    assert "undefined symbol" in str(error) and "cpu" in str(error), error
+else:
+    raise AssertionError("backend='cpu' was served without its extension")
+print(torch.equal(out, boltzattn.attention(query, query, query, backend="reference")))
+"""
+
+
+def _python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+
+
+def test_the_package_works_without_its_extension() -> None:
+    """One warning, the reference backend, and a reason for whoever insists on the cpu."""
+    done = _python(WITHOUT_EXTENSION)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "True"
+
+
+def test_importing_is_quiet_and_does_not_load_triton() -> None:
+    program = "import sys, boltzattn; print('triton' in sys.modules)"
+    done = _python(program, PYTHONWARNINGS="error::RuntimeWarning")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.strip() == "False"
+
+
+# -- the compiled module ---------------------------------------------------------------------------
+
+
+def test_build_record() -> None:
+    record = extension().build_record()
+    assert record["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert all(record.values())
+
+
+def test_instruction_sets() -> None:
+    compiled = extension()
+    supported = compiled.supported_isas()
+    assert compiled.isa() == supported[0]
+    assert supported[-1] == "portable"
+    with pytest.raises(ValueError, match="sse9"):
+        compiled.force_isa("sse9")
+    try:
+        for name in supported:
+            compiled.force_isa(name)
+            assert compiled.isa() == name
+    finally:
+        compiled.force_isa(None)
+    assert compiled.isa() == supported[0]
+
+
+@pytest.mark.parametrize("server", servers(facts(rank=3)), ids=str)
+def test_kernels_of_the_table_are_callable(server: Server) -> None:
+    kernels: Any = BACKENDS[server.backend].kernels(server.method)
+    assert len(kernels) == 2
+    assert all(callable(kernel) for kernel in kernels)
+
+
+# -- python -m boltzattn.info ----------------------------------------------------------------------
+
+
+def test_info_names_everything() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "boltzattn.info"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    words = [boltzattn.__version__, torch.__version__, extension().isa(), *BACKENDS, *METHODS]
+    for word in words:
+        assert word in done.stdout
+    for name in BACKENDS:
+        line = next(x for x in done.stdout.splitlines() if x.strip().startswith(name))
+        usable = any(server.backend == name for server in PLAIN)
+        assert line.endswith("usable") == usable

@@ -1,0 +1,421 @@
+"""Context parallelism on gloo: processes that this file starts agree with one process."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import boltzattn
+import pytest
+import torch
+import torch.distributed as dist
+from boltzattn import distributed
+from errors import assert_accurate
+from oracle import Result, eagers, magnitudes, oracle
+from processes import run
+from torch import Tensor
+
+# name: how the whole is drawn, and the exchange.
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp64, masked, with lse": {"dtype": torch.float64, "masked": True, "with_lse": True},
+    "bf16": {"dtype": torch.bfloat16},
+    "cold": {"keys": "needle", "scale": 600.0},
+    "equal keys": {"keys": "equal"},
+    "negative scale": {"scale": -3.0},
+    "all masked": {"masked": "all"},
+    "one process has it all": {"uneven": True, "with_lse": True},
+    "NaN goes the long way": {"nan": True},
+    "rank 3": {"rank": 3, "exchange": "gather", "masked": True, "uneven": True},
+    "plain torch": {"backend": "reference", "masked": True, "with_lse": True},
+    "plain torch, fp64, cold": {
+        "backend": "reference",
+        "dtype": torch.float64,
+        "keys": "needle",
+        "scale": 600.0,
+        "with_lse": True,
+    },
+    "plain torch, bf16, uneven": {
+        "backend": "reference",
+        "dtype": torch.bfloat16,
+        "uneven": True,
+        "scale": -3.0,
+    },
+    "plain torch, equal keys": {"backend": "reference", "keys": "equal"},
+    "plain torch, all masked": {"backend": "reference", "masked": "all"},
+    "plain torch, NaN": {"backend": "reference", "nan": True},
+}
+METHOD = {name: "direct" for name in ("rank 3", "NaN goes the long way", "plain torch, NaN")}
+
+
+def draw(
+    rank: int = 1,
+    dtype: torch.dtype = torch.float32,
+    masked: bool | str = False,
+    keys: str = "normal",
+    nan: bool = False,
+    scale: float | None = None,
+    with_lse: bool = False,
+    **_: Any,
+) -> tuple[list[Tensor | None], dict[str, Any]]:
+    """(query, key, value, grad_out, grad_lse) of the whole sequence, and what goes with them."""
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+
+    lead, n_q, n_k, dv = (2, 2), 300, 330, 5
+    query, key, value = normal(*lead, n_q, rank), normal(*lead, n_k, rank), normal(*lead, n_k, dv)
+    if keys == "equal":
+        key = torch.full_like(key, 0.75)
+    if keys == "needle":
+        key = key * 0.01
+        key[..., 100, :] = 2.0
+    if nan:
+        value[0, 1, 17] = math.nan
+    call: dict[str, Any] = {"scale": scale}
+    if masked:
+        mask = torch.rand(lead[0], n_k, generator=generator) < 0.3
+        call["key_padding_mask"] = mask | (masked == "all")
+    grad_lse = normal(*lead, n_q).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    return [query, key, value, normal(*lead, n_q, dv), grad_lse if with_lse else None], call
+
+
+def shard(n: int, rank: int, world: int, uneven: bool) -> slice:
+    """The rows of a process; uneven: the last process has all of them."""
+    sizes = (
+        [0] * (world - 1) + [n] if uneven else [n // world + (r < n % world) for r in range(world)]
+    )
+    return list(map(slice, *zip(*pairwise(accumulate(sizes, initial=0)), strict=True)))[rank]
+
+
+def one_case(rank: int, world: int, case: dict[str, Any]) -> Result:
+    """What one process gets."""
+    tensors, call = draw(**case)
+    uneven = case.get("uneven", False)
+    rows_q, rows_k = (shard(x.shape[-2], rank, world, uneven) for x in tensors[:2])
+    rows = rows_q, rows_k, rows_k, rows_q
+    local = [x[..., r, :] for x, r in zip(tensors[:4], rows, strict=True)]
+    local = [x.detach().requires_grad_(i < 3) for i, x in enumerate(local)]
+    if "key_padding_mask" in call:
+        call["key_padding_mask"] = call["key_padding_mask"][:, rows_k]
+    out, lse = distributed.attention(
+        *local[:3],
+        **call,
+        exchange=case.get("exchange", "moments"),
+        backend=case.get("backend", "auto"),
+        return_lse=True,
+    )
+    grads = [local[3]]
+    if tensors[4] is not None:
+        grads.append(tensors[4][..., rows_q])
+    gradients = torch.autograd.grad((out, lse)[: len(grads)], local[:3], grads)
+    return Result(out.detach(), lse.detach(), *gradients)
+
+
+class Volume:
+    """Counts what all_reduce and all_gather are given, in bytes."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.all_reduce, self.all_gather = dist.all_reduce, dist.all_gather
+
+    def __enter__(self) -> Volume:
+        def all_reduce(x: Tensor, **options: Any) -> Any:
+            self.calls.append(x.numel() * x.itemsize)
+            return self.all_reduce(x, **options)
+
+        def all_gather(parts: list[Tensor], x: Tensor, **options: Any) -> Any:
+            self.calls.append(x.numel() * x.itemsize)
+            return self.all_gather(parts, x, **options)
+
+        dist.all_reduce, dist.all_gather = all_reduce, all_gather
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_reduce, dist.all_gather = self.all_reduce, self.all_gather
+
+
+def volume(n: int, exchange: str, backend: str = "auto") -> tuple[list[int], list[int], str]:
+    """Bytes of forward, of backward, and what `explain` says; same range for every n."""
+    query, key = (torch.linspace(-3.0, 3.0, n).view(1, n, 1).requires_grad_() for _ in range(2))
+    value = (torch.sin(7.0 * key.detach()) + torch.zeros(8)).requires_grad_()
+    with Volume() as forward:
+        out = distributed.attention(query, key, value, exchange=exchange, backend=backend)
+    with Volume() as backward:
+        out.sum().backward()
+    words = distributed.explain(query, key, value, exchange=exchange, backend=backend)
+    return forward.calls, backward.calls, words
+
+
+WRAPPED = (("DDP", 1), ("DDP", 2), ("FSDP2", 1))  # and the rank of the QK product
+
+
+def modules(rank: int, world: int) -> dict[str, Tensor]:
+    """A layer with process_group under DDP or FSDP2: local output, gradients of all processes."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    found = {}
+    for wrapper, qk_rank in WRAPPED:
+        torch.manual_seed(0)
+        layer = boltzattn.nn.LowRankAttention(
+            8,
+            2,
+            rank=qk_rank,
+            batch_first=True,
+            dtype=torch.float64,
+            process_group=dist.group.WORLD,
+            exchange="moments" if qk_rank == 1 else "gather",
+        )
+        parallel: Any = layer
+        if wrapper == "DDP":
+            parallel = torch.nn.parallel.DistributedDataParallel(layer)
+        else:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
+        x = torch.randn(2, 60, 8, dtype=torch.float64)[:, shard(60, rank, world, False)]
+        out, _ = parallel(x, x, x)
+        out.square().sum().backward()
+        found[f"out {wrapper} {qk_rank}"] = out.detach()
+        for name, p in layer.named_parameters():
+            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            found[f"{name} {wrapper} {qk_rank}"] = grad
+        with pytest.raises(ValueError, match="is_causal must not be used together"):
+            layer(x, x, x, is_causal=True)
+    return found
+
+
+def sharded_tensors(rank: int, world: int) -> list[Tensor]:
+    """DTensors in and out, in shards of different lengths: all of the output and gradients."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    tensors, _ = odd_lengths()
+    parts = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in tensors]
+    assert all(x.shape[2] % world for x in parts)
+    assert distributed.explain(*parts).startswith(f"exchange moments, {world} processes, 4 heads")
+    out = distributed.attention(*parts)
+    out.to_local().square().sum().backward()
+    return [out.detach().full_tensor(), *(x.grad.full_tensor() for x in parts)]
+
+
+def odd_lengths() -> tuple[list[Tensor], dict[str, Any]]:
+    """Query, key and value that neither two nor three processes share evenly."""
+    tensors, call = draw(dtype=torch.float64)
+    query, key, value = tensors[:3]
+    return [query[..., :-1, :], key[..., :-1, :], value[..., :-1, :]], call
+
+
+def errors(rank: int, world: int) -> list[str]:
+    """What is said to wrong calls; every process must hear it."""
+    x = torch.randn(2, 10, 1)
+    said = []
+    for call in (
+        lambda: distributed.attention(x.expand(2, 10, 3), x.expand(2, 10, 3), x),
+        lambda: distributed.attention(x, x, x, scale=1.0 + rank),
+        lambda: distributed.attention(x, x, x, exchange="smoke"),
+        lambda: distributed.attention(x, x, x, backend="triton"),
+        lambda: distributed.attention(x, x, x, backend=("cpu", "reference")[rank % 2]),
+        lambda: boltzattn.explain(x, x, x, is_causal=True, group=dist.group.WORLD),
+        lambda: boltzattn.nn.LowRankAttention(
+            8, 2, rank=2, process_group=dist.group.WORLD, batch_first=True
+        )(*[torch.randn(1, 5, 8)] * 3),
+    ):
+        with pytest.raises(ValueError, match="must") as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def everything(rank: int, world: int) -> dict[str, Any]:
+    found: dict[str, Any] = {name: one_case(rank, world, case) for name, case in CASES.items()}
+    with Volume() as long_way:
+        one_case(rank, world, CASES["NaN goes the long way"])
+    found["long way"] = long_way.calls
+    found["modules"] = modules(rank, world)
+    found["errors"] = errors(rank, world)
+    if world == 2:
+        found["volumes"] = {
+            "short": volume(2**14, "moments"),
+            "long": volume(2**20, "moments"),
+            "short, plain torch": volume(2**12, "moments", "reference"),
+            "long, plain torch": volume(2**15, "moments", "reference"),
+            "short, gathered": volume(2**12, "gather"),
+            "long, gathered": volume(2**13, "gather"),
+        }
+        x = torch.linspace(-3.0, 3.0, 2**14).view(1, -1, 1)
+        found["explained"] = (
+            boltzattn.explain(x, x, x, group=dist.group.WORLD),
+            distributed.explain(x, x, x),
+            distributed.explain(x, x, 1e9 * x, scale=1e9),
+            boltzattn.explain(*[torch.randn(1, 5, 3)] * 3, group=dist.group.WORLD),
+        )
+    found["sharded"] = sharded_tensors(rank, world)
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 processes", "3 processes"])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run(everything, request.param, tmp_path_factory.mktemp("group"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_attention_over_the_whole(results: list[dict[str, Any]], name: str) -> None:
+    parts = [process[name] for process in results]
+    actual = {
+        field: torch.cat([getattr(part, field) for part in parts], -1 if field == "lse" else -2)
+        for field in Result._fields
+    }
+    tensors, call = draw(**CASES[name])
+    assert_accurate(
+        actual,
+        oracle(*tensors, **call)._asdict(),
+        eagers(*tensors, **call),
+        magnitudes=magnitudes(*tensors, **call),
+        method=METHOD.get(name, "transform"),
+    )
+
+
+def test_nan_takes_the_fallback(results: list[dict[str, Any]]) -> None:
+    """Ranges, moments, lengths, keys, values; backward: gradients of values and keys."""
+    for process in results:
+        assert len(process["long way"]) == 7
+
+
+def test_module_under_ddp_and_fsdp(results: list[dict[str, Any]]) -> None:
+    world = len(results)
+    for wrapper, qk_rank in WRAPPED:
+        torch.manual_seed(0)
+        layer = boltzattn.nn.LowRankAttention(
+            8, 2, rank=qk_rank, batch_first=True, dtype=torch.float64
+        )
+        x = torch.randn(2, 60, 8, dtype=torch.float64)
+        out, _ = layer(x, x, x)
+        # Both take the mean over the processes.
+        (out.square().sum() / world).backward()
+        together = torch.cat(
+            [process["modules"][f"out {wrapper} {qk_rank}"] for process in results], 1
+        )
+        # fp64 in another order, and the certificate of the transform.
+        torch.testing.assert_close(together, out.detach(), rtol=1e-10, atol=1e-10)
+        for name, p in layer.named_parameters():
+            for process in results:
+                actual = process["modules"][f"{name} {wrapper} {qk_rank}"]
+                torch.testing.assert_close(actual, p.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_wrong_calls_are_refused_by_all(results: list[dict[str, Any]]) -> None:
+    for process in results:
+        rank, scale, exchange, backend, mixed, causal, module = process["errors"]
+        assert "exchange='gather' takes any rank" in rank
+        assert "must be the same in all processes" in scale
+        assert "exchange must be 'moments' or 'gather', got 'smoke'" in exchange
+        assert "backend must be 'auto' or one of 'cpu', 'reference', got 'triton'" in backend
+        assert "must be the same in all processes" in mixed
+        assert "is_causal must not be given together with group" in causal
+        assert module == rank.replace("rank 3", "rank 2")
+
+
+def test_volume_does_not_depend_on_the_length(results: list[dict[str, Any]]) -> None:
+    for process in results:
+        if "volumes" not in process:
+            continue
+        volumes = process["volumes"]
+        for kind in ("", ", plain torch"):
+            forward, backward, words = volumes["short" + kind]
+            assert volumes["long" + kind] == (forward, backward, words)
+            assert len(forward) == 2  # ranges, moments
+            assert len(backward) == 1
+            assert f"ranges {forward[0]} bytes, of moments {forward[1]} bytes" in words
+            assert f"queries {backward[0]} bytes" in words
+            assert sum(forward) < 100_000
+        # The counter sees what grows.
+        forward, backward, words = volumes["short, gathered"]
+        assert f"lengths {forward[0]} bytes, of keys {forward[1]} bytes, of values" in words
+        assert f"of values {forward[2]} bytes" in words
+        assert sorted(map(int, re.findall(r"(\d+) bytes", words.partition("backward")[2]))) == (
+            sorted(backward)
+        )
+        assert sum(volumes["long, gathered"][0]) > 1.9 * sum(forward)
+
+
+def test_explain_tells_what_is_sent(results: list[dict[str, Any]]) -> None:
+    for process in results:
+        if "explained" not in process:
+            continue
+        whole, moments, too_large, rank_3 = process["explained"]
+        assert whole == moments
+        assert moments.startswith("exchange moments, 2 processes, 1 heads, backend cpu")
+        assert too_large.startswith("exchange gather (the transform does not serve these logits)")
+        assert rank_3.startswith("exchange gather (asked for)")
+
+
+def test_sharded_tensors(results: list[dict[str, Any]]) -> None:
+    tensors, _ = odd_lengths()
+    leaves = [x.requires_grad_() for x in tensors]
+    out = boltzattn.attention(*leaves)
+    out.square().sum().backward()
+    for process in results:
+        # Two certified results.
+        assert torch.equal(process["sharded"][0], results[0]["sharded"][0])
+        for actual, wanted in zip(
+            process["sharded"], [out.detach(), *(x.grad for x in leaves)], strict=True
+        ):
+            torch.testing.assert_close(actual, wanted, rtol=0.0, atol=1e-8)
+
+
+@pytest.mark.full
+def test_torchrun_example(tmp_path: Path) -> None:
+    """Two processes learn the largest of all tokens, which only one of them has."""
+    example = Path(__file__).parents[2] / "examples" / "context_parallel.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", str(example), "--tokens", "4000", "--steps", "31"]
+    said = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=True
+    ).stdout
+    assert said.startswith("exchange moments, 2 processes")
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", said)]
+    assert len(losses) == 7
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def dies(rank: int, world: int, after: int) -> str:
+    """Process 1 ends without a word before its collective number `after`."""
+    calls = 0
+    reduce = dist.all_reduce
+
+    def all_reduce(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls > after:
+            os._exit(3)
+        return reduce(*arguments, **options)
+
+    dist.all_reduce = all_reduce
+    query = torch.randn(1, 100, 1, requires_grad=True)
+    try:
+        distributed.attention(query, query, query).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize(
+    ("after", "where"),
+    [(1, "moments"), pytest.param(2, "sums over queries", marks=pytest.mark.full)],
+)
+def test_a_dying_process_is_an_error_and_no_hang(tmp_path: Path, after: int, where: str) -> None:
+    said, _ = run(dies, 2, tmp_path, after, dying=(1,))
+    assert f"all-reduce of {where} failed: another process of the group has died" in said
+
+
+def test_needs_a_group() -> None:
+    x = torch.randn(1, 10, 1)
+    with pytest.raises(ValueError, match="init_process_group first"):
+        distributed.attention(x, x, x)

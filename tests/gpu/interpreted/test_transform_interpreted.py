@@ -1,0 +1,163 @@
+"""The Triton kernels of `transform`, interpreted, against the oracle and the layout in Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from boltzattn.reference import direct as reference
+from boltzattn.transform import layout
+from boltzattn.triton_kernels import steps, transform
+from boltzattn.triton_kernels.layout import NODES, PRECISIONS, most_panels
+from check import assert_alike, assert_attention, run
+from oracle import magnitudes
+from servers import Server
+from torch import Tensor
+
+TRITON = Server("transform", "triton")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def inputs(dtype: torch.dtype, n_q: int, n_k: int, dv: int, heads: int = 1) -> list[Tensor]:
+    """Query, key, value and the incoming gradient."""
+    shapes = ((heads, n_q, 1), (heads, n_k, 1), (heads, n_k, dv), (heads, n_q, dv))
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def prepared(query: Tensor, key: Tensor, value: Tensor, scale: float) -> steps.Call:
+    return steps.prepare(query, key, value, None, scale, slopes=False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n_q", "n_k", "dv", "temperature"),
+    [
+        (torch.float32, 70, 600, 3, 1.0),
+        (torch.bfloat16, 70, 600, 3, 3.0),
+        (torch.float16, 30, 520, 3, 0.3),
+        (torch.float32, 1, 1, 1, 30.0),
+        (torch.bfloat16, 530, 70, 130, 0.1),
+    ],
+)
+def test_against_the_oracle(
+    dtype: torch.dtype, n_q: int, n_k: int, dv: int, temperature: float
+) -> None:
+    query, key, value, grad_out = inputs(dtype, n_q, n_k, dv)
+    assert_attention(TRITON, query, key, value, grad_out, scale=temperature)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ordinary_heads_are_served(dtype: torch.dtype) -> None:
+    """By the transform itself, not by what it falls back on."""
+    query, key, value, _ = inputs(dtype, 9, 300, 2)
+    call = prepared(query, key, value, 1.0)
+    assert call.served.tolist() == [1], f"certificate {call.certificate.tolist()}"
+
+
+def test_padding_and_gradients_of_lse() -> None:
+    """Masked keys may hold anything."""
+    query, key, value, grad_out = inputs(torch.float32, 20, 530, 3)
+    ignored = torch.rand(530) < 0.3
+    grad_lse = torch.randn(1, 20)
+    assert_attention(TRITON, query, key, value, grad_out, grad_lse, key_padding_mask=ignored)
+    key = key.masked_fill(ignored[:, None], math.nan)
+    held = run(TRITON, query, key, value, grad_out, grad_lse, key_padding_mask=ignored)
+    assert all(bool(x.isfinite().all()) for x in held)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda q, k, v: (q, k.index_fill(1, torch.tensor([3]), math.nan), v),
+        lambda q, k, v: (q, k, v.index_fill(1, torch.tensor([3]), math.inf)),
+        lambda q, k, v: (q * 1e9, k, v),
+    ],
+    ids=["NaN key", "infinite value", "B beyond the largest"],
+)
+def test_heads_it_cannot_serve_go_to_direct(spoil: Callable) -> None:
+    """Only the spoilt head: head 0 is as good as alone."""
+    query, key, value, grad_out = inputs(torch.float32, 9, 80, 3, heads=2)
+    spoilt = [
+        torch.cat([x[:1], y[1:]])
+        for x, y in zip((query, key, value), spoil(query, key, value), strict=True)
+    ]
+    assert prepared(*spoilt, 1.0).served.tolist() == [1, 0]
+    both = run(TRITON, *spoilt, grad_out, scale=1.0)
+    direct = run(Server("direct", "triton"), *(x[1:] for x in spoilt), grad_out[1:], scale=1.0)
+    alone = run(TRITON, *(x[:1] for x in spoilt), grad_out[:1], scale=1.0)
+    for name, x, y, z in zip(both._fields, both, direct, alone, strict=True):
+        assert torch.equal(x[:1], z), name
+        torch.testing.assert_close(x[1:], y, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+RANGES = [
+    (-3.0, 3.0, -1.0, 2.0, 1000),
+    (0.0, 0.0, -1.0, 2.0, 5),
+    (2.0, 2.0, 0.5, 0.5, 1),
+    (-1e-30, 1e-30, -1.0, 1.0, 17),
+    (5.0, 1e4, -7.0, 1e3, 3000),
+    (-1e5, -1e3, 0.0, 3e-3, 300),
+    (-2.9e7, 2.9e7, -0.5, 0.5, 2000),
+]
+
+
+@pytest.mark.parametrize("span", RANGES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts_are_those_of_python(span: tuple, dtype: torch.dtype) -> None:
+    """Axis by axis, for tokens that span the range; bf16's own range is what it rounds to."""
+    t_min, t_max, s_min, s_max, n = span
+    query = torch.tensor([t_min, t_max]).view(1, 2, 1).to(dtype)
+    key = torch.linspace(s_min, s_max, n).view(1, n, 1).to(dtype)
+    found = steps.layouts(query, key, None, 1.0, PRECISIONS[dtype])[0][0].tolist()
+    ends = (query.min(), query.max(), key.min(), key.max())
+    exact = layout.Range(*(float(x) for x in ends), n)
+    aims = PRECISIONS[dtype]
+    want_query = layout.make_layout(exact, NODES, NODES, aims.query)
+    want_key = layout.make_layout(exact, NODES, NODES, aims.key)
+    assert found[:5] == [exact.t_min, exact.t_max, exact.s_min, exact.s_max, n]
+    names = ("origin", "half", "panels")
+    for first, axis in ((8, want_query.query), (11, want_key.key)):
+        for name, x in zip(names, found[first : first + 3], strict=True):
+            # A few roundings of fp64, made by other libraries.
+            assert x == pytest.approx(getattr(axis, name), rel=1e-12, abs=1e-300), name
+    for x, name in zip(found[14:18], ("tau", "middle", "radius", "query_strip"), strict=True):
+        assert x == pytest.approx(getattr(want_query, name), rel=1e-12), name
+
+
+def test_the_most_panels_are_enough() -> None:
+    aims = PRECISIONS[torch.float32]
+    for n in (2, 100, 10**6):
+        half = layout.LARGEST_PRODUCT
+        span = layout.Range(-half, half, -0.5, 0.5, n)
+        assert most_panels(n, aims)[0] >= layout.make_layout(span, 16, 16, aims.query).query.panels
+
+
+def test_bitwise_the_same_twice() -> None:
+    tensors = inputs(torch.float32, 70, 600, 3)
+    first, second = (run(TRITON, *tensors, scale=0.1) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.full
+def test_causal() -> None:
+    """From pieces of both methods; half of 600 tokens is one level."""
+    assert_attention(TRITON, *inputs(torch.float32, 600, 600, 2), is_causal=True)
+
+
+def test_agrees_with_the_reference_transform() -> None:
+    query, key, value, _ = inputs(torch.float32, 40, 300, 5)
+    out, lse = transform.transform_forward(query, key, value, None, None, None, 7.0, 0.0, False)
+    dense, dense_lse = reference.direct_forward(
+        query.double(), key.double(), value.double(), None, None, None, 7.0, 0.0, False
+    )
+    # fp32 weights and rows of 16 nodes: a few units of rounding of max|value|.
+    assert (out - dense).abs().max() <= 8 * torch.finfo(torch.float32).eps * value.abs().max()
+    assert (lse - dense_lse).abs().max() <= 1e-9  # fp64 nodes, interpolated to 1e-9
+
+
+@pytest.mark.parametrize("temperature", [0.3, pytest.param(30.0, marks=pytest.mark.full)])
+def test_as_the_cpu_backend(temperature: float) -> None:
+    tensors, call = inputs(torch.float32, 70, 300, 5), {"scale": temperature}
+    ours, cpus = run(TRITON, *tensors, **call), run(Server("transform", "cpu"), *tensors, **call)
+    assert_alike(ours, cpus, magnitudes(*tensors, **call))
