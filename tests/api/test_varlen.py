@@ -144,7 +144,7 @@ def test_one_operator_whatever_the_sequences(is_causal: bool, dtype: torch.dtype
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         boltzattn.attention(q, k, v, **call)
     ran = [event.name for event in profile.events() if event.name.startswith("boltzattn::cpu_")]
-    assert ran == ["boltzattn::cpu_packed_forward"]
+    assert ran == ["boltzattn::cpu_varlen_forward"]
 
 
 def test_explain_counts_the_plans() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from boltzattn.dispatch.backends import extension
+from boltzattn.problem import Problem
 from torch import Tensor
 
 extension()  # the report is an op of the compiled module
@@ -32,6 +33,11 @@ SIZES = (1, 2, 3, 17, 129, 700, 3000)
 PRODUCTS = [10.0**e for e in range(-3, 6)]  # B = max|t| (max s - min s)
 HEADS = 2 * len(PRODUCTS)  # queries evenly spread, and over six decades
 QUERIES = 40
+
+
+def _report(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    problem = Problem(query, key, value, None, None, None, scale, 0.0, False)
+    return torch.ops.boltzattn.cpu_transform_report(*problem)
 
 
 def _uniform(*shape: int) -> Tensor:
@@ -151,7 +157,7 @@ def measure(dtype: torch.dtype, family: str) -> list[Case]:
         drawn = {name: value for name, value in drawn.items() if value.isfinite().all()}
         truth = exact(query, key, torch.cat(list(drawn.values()), dim=-1)).split(2, dim=-1)
         for (name, value), expected in zip(drawn.items(), truth, strict=True):
-            report = torch.ops.boltzattn.cpu_transform_report(query, key, value, None, 1.0)
+            report = _report(query, key, value, 1.0)
             out = boltzattn.attention(
                 query, key, value, scale=1.0, method="transform", backend="cpu"
             )
@@ -224,7 +230,7 @@ def test_bitwise_equal(heads: int, dtype: torch.dtype) -> None:
             *leaves, scale=8.0, method="transform", backend="cpu", return_lse=True
         )
         gradients = torch.autograd.grad((out, lse), leaves, (grad_out, grad_lse.to(lse.dtype)))
-        report = torch.ops.boltzattn.cpu_transform_report(*tensors, None, 8.0)
+        report = _report(*tensors, 8.0)
         assert (report[:, 0] == 1).all()
         return [out.detach(), lse.detach(), *gradients, report]
 
@@ -253,7 +259,7 @@ def test_four_million_keys(product: float, family: str, dtype: torch.dtype) -> N
     limit = torch.finfo(dtype).max / 1.1
     query = spread_queries(torch.tensor([min(product, limit)], dtype=torch.float64), 1000)
     query = query.reshape(1, -1, 1).to(dtype)
-    report = torch.ops.boltzattn.cpu_transform_report(query, key, value, None, 1.0)[0]
+    report = _report(query, key, value, 1.0)[0]
     out = boltzattn.attention(query, key, value, scale=1.0, method="transform", backend="cpu")
 
     sums = torch.zeros(distinct, 3, dtype=torch.float64)
