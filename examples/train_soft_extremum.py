@@ -69,8 +69,8 @@ def block(num_heads: int, rank: int, method: str) -> OneLayerTransformer:
         num_heads=num_heads,
         rank=rank,
         head_dim=rank,
-        ff1_hidden=8,
-        ff2_hidden=16,
+        ff1_hidden_dim=8,
+        ff2_hidden_dim=16,
         method=method,
     )
 

@@ -23,7 +23,7 @@ from boltzattn.experiments.experiment import (
     values,
 )
 from boltzattn.experiments.figure import BLUE, ORANGE
-from boltzattn.experiments.models import hidden_for, transformer
+from boltzattn.experiments.models import hidden_dim_for, transformer
 from boltzattn.experiments.tasks import learn_function, learn_labels, uniform
 from boltzattn.experiments.training import count_parameters
 
@@ -44,11 +44,11 @@ def measure(
 ) -> list[Row]:
     layers, rank = MODELS[model]
     d, outputs = (8, CLASSES) if task == "labels" else (2, 2)
-    sizes: dict[str, Any] = {"dim": DIM, "in_dim": d, "out_dim": outputs, "rank": rank}
-    hidden = hidden_for(parameters, layers, **sizes)
+    sizes: dict[str, Any] = {"embed_dim": DIM, "in_dim": d, "out_dim": outputs, "rank": rank}
+    hidden = hidden_dim_for(parameters, layers, **sizes)
 
     def build(_: int) -> Any:
-        return transformer(layers, hidden=hidden, **sizes)
+        return transformer(layers, hidden_dim=hidden, **sizes)
 
     numbers = [1000 * seed + i for i in range(seeds)]
     if task == "labels":

@@ -94,7 +94,7 @@ def measure(part: str, at: float, count: int, seeds: int, steps: int, seed: int)
 def _trained(tasks: list[tuple[Tensor, Tensor]], numbers: list[int], steps: int) -> list[float]:
     """Share of labels that one rank-1 layer has learned, for each task."""
     models = build_all(
-        lambda _: transformer(1, 16, D, CLASSES, hidden=64, num_heads=1, rank=1), numbers
+        lambda _: transformer(1, 16, D, CLASSES, hidden_dim=64, num_heads=1, rank=1), numbers
     )
     x = torch.stack([x for x, _ in tasks]).float()
     labels = torch.stack([labels for _, labels in tasks])

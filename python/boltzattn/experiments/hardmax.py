@@ -64,8 +64,8 @@ def build(kind: str, first_network: bool) -> OneLayerTransformer:
         num_heads=HEADS,
         rank=1,
         head_dim=1,
-        ff1_hidden=32 if first_network else 0,
-        ff2_hidden=64,
+        ff1_hidden_dim=32 if first_network else 0,
+        ff2_hidden_dim=64,
         method="direct",
     )
     if kind == "hardmax":

@@ -75,8 +75,8 @@ def build(kind: str) -> OneLayerTransformer:
         num_heads=2 if full else 8,
         rank=DIM if full else 1,
         head_dim=DIM if full else 1,
-        ff1_hidden=8,
-        ff2_hidden=16,
+        ff1_hidden_dim=8,
+        ff2_hidden_dim=16,
         # Forward and backward of the other kinds are what "auto" takes, too, at these sizes.
         method="direct" if full else "transform",
     )

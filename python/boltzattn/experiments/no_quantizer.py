@@ -133,8 +133,8 @@ def build(first_network: bool, heads: int, hidden: int) -> nn.Module:
         num_heads=heads,
         rank=1,
         head_dim=3 if first_network else 1,
-        ff1_hidden=32 if first_network else 0,
-        ff2_hidden=hidden,
+        ff1_hidden_dim=32 if first_network else 0,
+        ff2_hidden_dim=hidden,
         method="direct",
     )
 

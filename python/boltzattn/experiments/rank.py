@@ -81,8 +81,8 @@ def _attention(model: str, count: int, seed: int) -> nn.Module:
             num_heads=heads,
             rank=rank,
             head_dim=width,
-            ff1_hidden=0,
-            ff2_hidden=0,
+            ff1_hidden_dim=0,
+            ff2_hidden_dim=0,
             method="direct",
         )
         # The paper has no scale, and training would change it; but scores of every rank are to
