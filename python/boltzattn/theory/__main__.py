@@ -187,7 +187,7 @@ def show_hardmax(figure: Any) -> None:
     axis.set(
         xlabel="t = inverse temperature of the shared token (0: mean, infinity: hardmax)",
         ylabel="gap at the shared token",
-        title="Only intermediate temperatures separate the sets",
+        title="Intermediate temperatures separate best",
         ylim=(1e-14, 10),
     )
     axis.legend(loc="lower right")
