@@ -15,7 +15,7 @@ from pathlib import Path
 
 import boltzattn
 import torch
-from boltzattn.dispatch.backends import extension
+from boltzattn.dispatch.extension import extension
 
 ROOT = Path(__file__).resolve().parent.parent
 # Uncommitted changes of these files are part of the commit's name; results and docs are not.
