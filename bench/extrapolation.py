@@ -1,4 +1,4 @@
-"""Estimates for what was too slow to run: printed with a mark, never stored."""
+"""Estimates for rows that were too slow to run: printed with a mark, never stored."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ from bench.results import TOO_SLOW, Record, Records
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds for a case, extended from the largest n that was measured."""
+    """Seconds for a case, extrapolated from the largest n that was measured."""
 
     seconds: float
     from_n: int
     growth: int
 
-    def __str__(self) -> str:
-        power = {1: "n", 2: "n²"}[self.growth]
-        return f"extrapolated as {power} from n = {self.from_n:,}"
-
 
 def estimate(records: Records, record: Record) -> Estimate | None:
-    """For a row that was too slow; None for every other row or if nothing shorter was measured."""
+    """The estimate for a row that was too slow; None for other rows, or without a shorter case."""
     if record.row.status != TOO_SLOW:
         return None
     shorter = [
@@ -44,7 +40,7 @@ def estimate(records: Records, record: Record) -> Estimate | None:
 
 
 def best_baseline(records: Records, case: Case) -> tuple[float, bool] | None:
-    """Seconds of the fastest baseline of a case, and whether that is an estimate."""
+    """Seconds of the fastest baseline of a case, and whether they are an estimate."""
     found = []
     for record in records:
         if record.case != case or record.row.provider not in BASELINES[case.level]:
