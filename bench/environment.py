@@ -15,7 +15,7 @@ from pathlib import Path
 
 import boltzattn
 import torch
-from boltzattn.dispatch.backends import extension
+from boltzattn.dispatch.extension import extension
 
 ROOT = Path(__file__).resolve().parent.parent
 # A change in any of these makes it another program; results and documents do not.

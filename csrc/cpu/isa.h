@@ -20,8 +20,8 @@ struct Kernels {
   void (*direct_backward)(const AttentionGradient&);
   void (*transform_forward)(const Attention&);
   void (*transform_backward)(const AttentionGradient&);
-  void (*packed_forward)(const Attention&, const Sequence*, int64_t count);
-  void (*packed_backward)(const AttentionGradient&, const Sequence*, int64_t count);
+  void (*varlen_forward)(const Attention&, const Sequence*, int64_t count);
+  void (*varlen_backward)(const AttentionGradient&, const Sequence*, int64_t count);
   void (*causal_forward)(const Attention&);  // rank 1, by direct and transform
   bool (*layer_forward)(const Attention&);   // false: not served, results void
   bool (*layer_backward)(const AttentionGradient&);
@@ -29,13 +29,13 @@ struct Kernels {
   // The transform in stages; sizes are of sums over the keys and of sums over the queries.
   void (*stage_extents)(const Attention&, Extent*);  // queries and keys of every head
   void (*stage_sizes)(const AttentionGradient&, const SharedRange*, int64_t* sizes);
-  void (*stage_sum_keys)(const AttentionGradient&, const SharedRange*, const Extent*, double* sums);
-  void (*stage_forward)(const AttentionGradient&, const SharedRange*, const double* sums,
-                        bool* served);
-  void (*stage_sum_queries)(const AttentionGradient&, const SharedRange*, const double* sums,
-                            double* query_sums);
-  void (*stage_key_gradients)(const AttentionGradient&, const SharedRange*, const double* sums,
-                              const double* query_sums);
+  void (*stage_moments)(const AttentionGradient&, const SharedRange*, const Extent*, double* sums);
+  void (*stage_evaluate)(const AttentionGradient&, const SharedRange*, const double* sums,
+                         bool* served);
+  void (*stage_query_moments)(const AttentionGradient&, const SharedRange*, const double* sums,
+                              double* query_sums);
+  void (*stage_adjoint)(const AttentionGradient&, const SharedRange*, const double* sums,
+                        const double* query_sums);
   void (*transform_report)(const Attention&, TransformReport*);  // one per head
 };
 

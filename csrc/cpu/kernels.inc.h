@@ -21,7 +21,7 @@ namespace BOLTZATTN_ISA {
 #include "cpu/transform.h"
 #include "cpu/transform_gradient.h"
 #include "cpu/causal.h"
-#include "cpu/packed.h"
+#include "cpu/varlen.h"
 #include "cpu/stages.h"
 
 static bool is_double(const Attention& a) {
@@ -40,14 +40,14 @@ static void transform_forward_any(const Attention& a) {
 static void transform_backward_any(const AttentionGradient& g) {
   is_double(g.call) ? transform_backward<double>(g) : transform_backward<float>(g);
 }
-static void packed_forward_any(const Attention& a, const Sequence* sequences, int64_t count) {
-  is_double(a) ? packed_forward<double>(a, sequences, count)
-               : packed_forward<float>(a, sequences, count);
+static void varlen_forward_any(const Attention& a, const Sequence* sequences, int64_t count) {
+  is_double(a) ? varlen_forward<double>(a, sequences, count)
+               : varlen_forward<float>(a, sequences, count);
 }
-static void packed_backward_any(const AttentionGradient& g, const Sequence* sequences,
+static void varlen_backward_any(const AttentionGradient& g, const Sequence* sequences,
                                 int64_t count) {
-  is_double(g.call) ? packed_backward<double>(g, sequences, count)
-                    : packed_backward<float>(g, sequences, count);
+  is_double(g.call) ? varlen_backward<double>(g, sequences, count)
+                    : varlen_backward<float>(g, sequences, count);
 }
 static void causal_forward_any(const Attention& a) {
   is_double(a) ? causal_forward<double>(a) : causal_forward<float>(a);
@@ -67,25 +67,25 @@ static void stage_extents_any(const Attention& a, Extent* extents) {
 static void stage_sizes_any(const AttentionGradient& g, const SharedRange* shared, int64_t* sizes) {
   is_double(g.call) ? stage_sizes<double>(g, shared, sizes) : stage_sizes<float>(g, shared, sizes);
 }
-static void stage_sum_keys_any(const AttentionGradient& g, const SharedRange* shared,
-                               const Extent* extents, double* sums) {
-  is_double(g.call) ? stage_sum_keys<double>(g, shared, extents, sums)
-                    : stage_sum_keys<float>(g, shared, extents, sums);
+static void stage_moments_any(const AttentionGradient& g, const SharedRange* shared,
+                              const Extent* extents, double* sums) {
+  is_double(g.call) ? stage_moments<double>(g, shared, extents, sums)
+                    : stage_moments<float>(g, shared, extents, sums);
 }
-static void stage_forward_any(const AttentionGradient& g, const SharedRange* shared,
-                              const double* sums, bool* served) {
-  is_double(g.call) ? stage_forward<double>(g, shared, sums, served)
-                    : stage_forward<float>(g, shared, sums, served);
+static void stage_evaluate_any(const AttentionGradient& g, const SharedRange* shared,
+                               const double* sums, bool* served) {
+  is_double(g.call) ? stage_evaluate<double>(g, shared, sums, served)
+                    : stage_evaluate<float>(g, shared, sums, served);
 }
-static void stage_sum_queries_any(const AttentionGradient& g, const SharedRange* shared,
-                                  const double* sums, double* query_sums) {
-  is_double(g.call) ? stage_sum_queries<double>(g, shared, sums, query_sums)
-                    : stage_sum_queries<float>(g, shared, sums, query_sums);
+static void stage_query_moments_any(const AttentionGradient& g, const SharedRange* shared,
+                                    const double* sums, double* query_sums) {
+  is_double(g.call) ? stage_query_moments<double>(g, shared, sums, query_sums)
+                    : stage_query_moments<float>(g, shared, sums, query_sums);
 }
-static void stage_key_gradients_any(const AttentionGradient& g, const SharedRange* shared,
-                                    const double* sums, const double* query_sums) {
-  is_double(g.call) ? stage_key_gradients<double>(g, shared, sums, query_sums)
-                    : stage_key_gradients<float>(g, shared, sums, query_sums);
+static void stage_adjoint_any(const AttentionGradient& g, const SharedRange* shared,
+                              const double* sums, const double* query_sums) {
+  is_double(g.call) ? stage_adjoint<double>(g, shared, sums, query_sums)
+                    : stage_adjoint<float>(g, shared, sums, query_sums);
 }
 static void transform_report_any(const Attention& a, TransformReport* reports) {
   is_double(a) ? transform_report<double>(a, reports) : transform_report<float>(a, reports);
@@ -94,10 +94,10 @@ static void transform_report_any(const Attention& a, TransformReport* reports) {
 // Of the functions above, in the order of `Kernels`.
 #define BOLTZATTN_KERNELS(isa)                                                                    \
   isa::direct_forward_any, isa::direct_backward_any, isa::transform_forward_any,                  \
-      isa::transform_backward_any, isa::packed_forward_any, isa::packed_backward_any,             \
+      isa::transform_backward_any, isa::varlen_forward_any, isa::varlen_backward_any,             \
       isa::causal_forward_any, isa::layer_forward_any, isa::layer_backward_any, isa::project_any, \
-      isa::stage_extents_any, isa::stage_sizes_any, isa::stage_sum_keys_any,                      \
-      isa::stage_forward_any, isa::stage_sum_queries_any, isa::stage_key_gradients_any,           \
+      isa::stage_extents_any, isa::stage_sizes_any, isa::stage_moments_any,                       \
+      isa::stage_evaluate_any, isa::stage_query_moments_any, isa::stage_adjoint_any,              \
       isa::transform_report_any
 
 }  // namespace BOLTZATTN_ISA

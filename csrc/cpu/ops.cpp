@@ -16,6 +16,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
+#include "schema.h"
 #include "tensors.h"
 
 namespace boltzattn {
@@ -175,30 +176,23 @@ using Forward = void (*)(const Attention&);
 using Backward = void (*)(const AttentionGradient&);
 
 template <Forward Kernels::* kernel>
-std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask,
-                                   OptionalTensor key_mask, OptionalTensor seed, double scale,
-                                   double dropout_p, bool is_causal) {
+std::tuple<Tensor, Tensor> forward(BOLTZATTN_PROBLEM_PARAMETERS) {
   Tensor out = new_rows(query, shape_with(query, value.size(value.dim() - 1)));
   Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
   Descriptions d(query);
-  (kernels().*kernel)(describe(d, query, key, value, attn_mask, key_mask, seed, scale, dropout_p,
-                               is_causal, out, lse));
+  (kernels().*kernel)(describe(d, BOLTZATTN_PROBLEM_ARGUMENTS, out, lse));
   return {out, lse};
 }
 
 template <Backward Kernels::* kernel>
-std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query,
-                                            Tensor key, Tensor value, Tensor out, Tensor lse,
-                                            OptionalTensor attn_mask, OptionalTensor key_mask,
-                                            OptionalTensor seed, double scale, double dropout_p,
-                                            bool is_causal) {
+std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor out,
+                                            Tensor lse, BOLTZATTN_PROBLEM_PARAMETERS) {
   Tensor grad_query = torch::stable::new_empty(query, shape_of(query));
   Tensor grad_key = torch::stable::new_empty(key, shape_of(key));
   Tensor grad_value = new_rows(value, shape_of(value));
   Descriptions d(query);
   AttentionGradient g{};
-  g.call = describe(d, query, key, value, attn_mask, key_mask, seed, scale, dropout_p, is_causal,
-                    out, lse);
+  g.call = describe(d, BOLTZATTN_PROBLEM_ARGUMENTS, out, lse);
   g.grad_out = d.matrix(grad_out, g.call.n_q, g.call.dv);
   g.grad_lse = d.column_vector(grad_lse, g.call.n_q);
   g.grad_query = d.matrix(grad_query, g.call.n_q, g.call.rank);
@@ -208,7 +202,13 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad
   return {grad_query, grad_key, grad_value};
 }
 
-// The sequences of a packed call from where they begin, int64 [count + 1] each, and which of them
+// Sequences end to end take no masks and no dropout.
+void check_plain(const Attention& call) {
+  STD_TORCH_CHECK(!call.attn_mask && !call.key_mask && call.dropout_p == 0,
+                  "boltzattn: varlen takes no attn_mask, no key_mask and no dropout");
+}
+
+// The sequences of a varlen call from where they begin, int64 [count + 1] each, and which of them
 // the transform serves, bool [count].
 std::vector<Sequence> sequences_of(const Attention& call, const Tensor& query_starts,
                                    const Tensor& key_starts, const Tensor& by_transform) {
@@ -236,31 +236,31 @@ std::vector<Sequence> sequences_of(const Attention& call, const Tensor& query_st
 }
 
 // Like `forward`, of sequences end to end; out has the strides it is given.
-Tensor packed_forward(Tensor query, Tensor key, Tensor value, Tensor query_starts,
-                      Tensor key_starts, Tensor by_transform, double scale, bool is_causal,
-                      Tensor out) {
+Tensor varlen_forward(BOLTZATTN_PROBLEM_PARAMETERS, Tensor query_starts, Tensor key_starts,
+                      Tensor by_transform, Tensor out) {
   Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
   Descriptions d(query);
-  const Attention call = describe(d, query, key, value, {}, {}, {}, scale, 0, is_causal, out, lse);
+  const Attention call = describe(d, BOLTZATTN_PROBLEM_ARGUMENTS, out, lse);
+  check_plain(call);
   const auto sequences = sequences_of(call, query_starts, key_starts, by_transform);
-  kernels().packed_forward(call, sequences.data(), int64_t(sequences.size()));
+  kernels().varlen_forward(call, sequences.data(), int64_t(sequences.size()));
   return lse;
 }
 
-void packed_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query, Tensor key,
-                     Tensor value, Tensor out, Tensor lse, Tensor query_starts, Tensor key_starts,
-                     Tensor by_transform, double scale, bool is_causal, Tensor grad_query,
-                     Tensor grad_key, Tensor grad_value) {
+void varlen_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor out, Tensor lse,
+                     BOLTZATTN_PROBLEM_PARAMETERS, Tensor query_starts, Tensor key_starts,
+                     Tensor by_transform, Tensor grad_query, Tensor grad_key, Tensor grad_value) {
   Descriptions d(query);
   AttentionGradient g{};
-  g.call = describe(d, query, key, value, {}, {}, {}, scale, 0, is_causal, out, lse);
+  g.call = describe(d, BOLTZATTN_PROBLEM_ARGUMENTS, out, lse);
+  check_plain(g.call);
   g.grad_out = d.matrix(grad_out, g.call.n_q, g.call.dv);
   g.grad_lse = d.column_vector(grad_lse, g.call.n_q);
   g.grad_query = d.matrix(grad_query, g.call.n_q, g.call.rank);
   g.grad_key = d.matrix(grad_key, g.call.n_k, g.call.rank);
   g.grad_value = d.matrix(grad_value, g.call.n_k, g.call.dv);
   const auto sequences = sequences_of(g.call, query_starts, key_starts, by_transform);
-  kernels().packed_backward(g, sequences.data(), int64_t(sequences.size()));
+  kernels().varlen_backward(g, sequences.data(), int64_t(sequences.size()));
 }
 
 constexpr int64_t kExtentSize = sizeof(Extent) / sizeof(double);
@@ -296,9 +296,12 @@ std::tuple<Tensor, Tensor> project(Tensor x, Tensor weight, OptionalTensor bias)
   return {out, extents};
 }
 
-// A call of rank 1 that returns no outputs.
-Attention describe_tokens(Descriptions& d, const Tensor& query, const Tensor& key,
-                          const Tensor& value, const OptionalTensor& key_mask, double scale) {
+// A call of the transform that returns no outputs.
+Attention describe_tokens(Descriptions& d, BOLTZATTN_PROBLEM_PARAMETERS) {
+  STD_TORCH_CHECK(
+      query.dim() >= 2 && key.dim() >= 2 && value.dim() >= 2 && query.size(query.dim() - 1) == 1 &&
+          !attn_mask && dropout_p == 0 && !is_causal,
+      "boltzattn: the transform takes rank 1, no attn_mask, no dropout and no causal mask");
   Attention call{};
   call.heads = d.heads();
   call.n_q = query.size(query.dim() - 2);
@@ -316,10 +319,9 @@ Attention describe_tokens(Descriptions& d, const Tensor& query, const Tensor& ke
 }
 
 // [heads, 7] in the order of TransformReport.
-Tensor transform_report(Tensor query, Tensor key, Tensor value, OptionalTensor key_mask,
-                        double scale) {
+Tensor transform_report(BOLTZATTN_PROBLEM_PARAMETERS) {
   Descriptions d(query);
-  const Attention call = describe_tokens(d, query, key, value, key_mask, scale);
+  const Attention call = describe_tokens(d, BOLTZATTN_PROBLEM_ARGUMENTS);
   Tensor reports = torch::stable::new_empty(
       query, {call.heads, int64_t(sizeof(TransformReport) / sizeof(double))}, ScalarType::Double);
   kernels().transform_report(call, static_cast<TransformReport*>(reports.data_ptr()));
@@ -329,9 +331,9 @@ Tensor transform_report(Tensor query, Tensor key, Tensor value, OptionalTensor k
 // ---- the transform in stages: see cpu/stages.h ----
 
 // Of queries and of keys: [heads, 2, 6].
-Tensor stage_extents(Tensor query, Tensor key, Tensor value, OptionalTensor key_mask) {
+Tensor stage_extents(BOLTZATTN_PROBLEM_PARAMETERS) {
   Descriptions d(query);
-  const Attention call = describe_tokens(d, query, key, value, key_mask, 1);
+  const Attention call = describe_tokens(d, BOLTZATTN_PROBLEM_ARGUMENTS);
   Tensor extents =
       torch::stable::new_empty(query, {call.heads, 2, kExtentSize}, ScalarType::Double);
   kernels().stage_extents(call, static_cast<Extent*>(extents.data_ptr()));
@@ -350,75 +352,70 @@ struct SharedCall {
   Descriptions d;
   AttentionGradient g{};
   const SharedRange* range;
-  int64_t sizes[2];  // of sums over keys, of sums over queries
+  int64_t sizes[2];  // of moments, of query moments
 
-  SharedCall(const Tensor& query, const Tensor& key, const Tensor& value,
-             const OptionalTensor& key_mask, const Tensor& shared, double scale)
-      : d(query) {
-    g.call = describe_tokens(d, query, key, value, key_mask, scale);
+  SharedCall(BOLTZATTN_PROBLEM_PARAMETERS, const Tensor& ranges) : d(query) {
+    g.call = describe_tokens(d, BOLTZATTN_PROBLEM_ARGUMENTS);
     range = reinterpret_cast<const SharedRange*>(
-        shared_numbers(shared, g.call.heads * int64_t(sizeof(SharedRange) / sizeof(double))));
+        shared_numbers(ranges, g.call.heads * int64_t(sizeof(SharedRange) / sizeof(double))));
     kernels().stage_sizes(g, range, sizes);
   }
 };
 
-// (numbers of sums over keys, numbers of sums over queries) that are shared.
-std::tuple<int64_t, int64_t> stage_sizes(Tensor query, Tensor key, Tensor value, Tensor shared) {
-  const SharedCall one(query, key, value, {}, shared, 1);
+// How many numbers the moments and the query moments are.
+std::tuple<int64_t, int64_t> stage_sizes(BOLTZATTN_PROBLEM_PARAMETERS, Tensor ranges) {
+  const SharedCall one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
   return {one.sizes[0], one.sizes[1]};
 }
 
-Tensor stage_sum_keys(Tensor query, Tensor key, Tensor value, OptionalTensor key_mask,
-                      Tensor extents, Tensor shared, double scale) {
-  SharedCall one(query, key, value, key_mask, shared, scale);
+Tensor stage_moments(BOLTZATTN_PROBLEM_PARAMETERS, Tensor extents, Tensor ranges) {
+  SharedCall one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
   const double* found = shared_numbers(extents, one.g.call.heads * 2 * kExtentSize);
-  Tensor sums = torch::stable::new_empty(query, {one.sizes[0]}, ScalarType::Double);
-  kernels().stage_sum_keys(one.g, one.range, reinterpret_cast<const Extent*>(found),
-                           static_cast<double*>(sums.data_ptr()));
-  return sums;
+  Tensor moments = torch::stable::new_empty(query, {one.sizes[0]}, ScalarType::Double);
+  kernels().stage_moments(one.g, one.range, reinterpret_cast<const Extent*>(found),
+                          static_cast<double*>(moments.data_ptr()));
+  return moments;
 }
 
-std::tuple<Tensor, Tensor, Tensor> stage_forward(Tensor query, Tensor key, Tensor value,
-                                                 OptionalTensor key_mask, Tensor shared,
-                                                 Tensor sums, double scale) {
-  SharedCall one(query, key, value, key_mask, shared, scale);
+std::tuple<Tensor, Tensor, Tensor> stage_evaluate(BOLTZATTN_PROBLEM_PARAMETERS, Tensor ranges,
+                                                  Tensor moments) {
+  SharedCall one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
   Attention& call = one.g.call;
   Tensor out = new_rows(query, shape_with(query, call.dv));
   Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
   Tensor served = torch::stable::new_empty(query, {call.heads}, ScalarType::Bool);
   call.out = one.d.matrix(out, call.n_q, call.dv);
   call.lse = one.d.column_vector(lse, call.n_q);
-  kernels().stage_forward(one.g, one.range, shared_numbers(sums, one.sizes[0]),
-                          static_cast<bool*>(served.data_ptr()));
+  kernels().stage_evaluate(one.g, one.range, shared_numbers(moments, one.sizes[0]),
+                           static_cast<bool*>(served.data_ptr()));
   return {out, lse, served};
 }
 
-std::tuple<Tensor, Tensor> stage_sum_queries(Tensor grad_out, OptionalTensor grad_lse, Tensor query,
-                                             Tensor key, Tensor value, Tensor shared, Tensor sums,
-                                             double scale) {
-  SharedCall one(query, key, value, {}, shared, scale);
+std::tuple<Tensor, Tensor> stage_query_moments(Tensor grad_out, OptionalTensor grad_lse,
+                                               BOLTZATTN_PROBLEM_PARAMETERS, Tensor ranges,
+                                               Tensor moments) {
+  SharedCall one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
   AttentionGradient& g = one.g;
   Tensor grad_query = torch::stable::new_empty(query, shape_of(query));
-  Tensor query_sums = torch::stable::new_empty(query, {one.sizes[1]}, ScalarType::Double);
+  Tensor query_moments = torch::stable::new_empty(query, {one.sizes[1]}, ScalarType::Double);
   g.grad_out = one.d.matrix(grad_out, g.call.n_q, g.call.dv);
   g.grad_lse = one.d.column_vector(grad_lse, g.call.n_q);
   g.grad_query = one.d.matrix(grad_query, g.call.n_q, 1);
-  kernels().stage_sum_queries(g, one.range, shared_numbers(sums, one.sizes[0]),
-                              static_cast<double*>(query_sums.data_ptr()));
-  return {grad_query, query_sums};
+  kernels().stage_query_moments(g, one.range, shared_numbers(moments, one.sizes[0]),
+                                static_cast<double*>(query_moments.data_ptr()));
+  return {grad_query, query_moments};
 }
 
-std::tuple<Tensor, Tensor> stage_key_gradients(Tensor query, Tensor key, Tensor value,
-                                               OptionalTensor key_mask, Tensor shared, Tensor sums,
-                                               Tensor query_sums, double scale) {
-  SharedCall one(query, key, value, key_mask, shared, scale);
+std::tuple<Tensor, Tensor> stage_adjoint(BOLTZATTN_PROBLEM_PARAMETERS, Tensor ranges,
+                                         Tensor moments, Tensor query_moments) {
+  SharedCall one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
   AttentionGradient& g = one.g;
   Tensor grad_key = torch::stable::new_empty(key, shape_of(key));
   Tensor grad_value = new_rows(value, shape_of(value));
   g.grad_key = one.d.matrix(grad_key, g.call.n_k, 1);
   g.grad_value = one.d.matrix(grad_value, g.call.n_k, g.call.dv);
-  kernels().stage_key_gradients(g, one.range, shared_numbers(sums, one.sizes[0]),
-                                shared_numbers(query_sums, one.sizes[1]));
+  kernels().stage_adjoint(g, one.range, shared_numbers(moments, one.sizes[0]),
+                          shared_numbers(query_moments, one.sizes[1]));
   return {grad_key, grad_value};
 }
 
@@ -463,27 +460,22 @@ ScalarType sum_type(const Tensor& x, const Attention& call) {
   return call.summed > 1 && half ? ScalarType::Float : x.scalar_type();
 }
 
-std::tuple<Tensor, bool> layer_forward(Tensor query, Tensor key, Tensor value, Tensor weight,
-                                       OptionalTensor weight_bias, OptionalTensor out_bias,
-                                       OptionalTensor key_mask, OptionalTensor extents,
-                                       double scale) {
+std::tuple<Tensor, bool> layer_forward(BOLTZATTN_LAYER_PARAMETERS) {
   Descriptions d(query);
-  Attention call =
-      describe_layer(d, query, key, value, weight, weight_bias, out_bias, key_mask, extents, scale);
+  Attention call = describe_layer(d, BOLTZATTN_LAYER_ARGUMENTS);
   Tensor out = new_rows(value, {query.size(0), call.n_q, call.dv}, sum_type(value, call));
   call.out = d.shared(out, {true, false}, call.n_q, call.dv);
   const bool served = kernels().layer_forward(call);
   return {out, served};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, bool> layer_backward(
-    Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor weight,
-    OptionalTensor weight_bias, OptionalTensor key_mask, OptionalTensor extents, double scale) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, bool> layer_backward(Tensor grad_out,
+                                                                BOLTZATTN_LAYER_PARAMETERS) {
   Descriptions d(query);
   Tensor grad_query = torch::stable::new_empty(query, shape_of(query));
   Tensor grad_key = torch::stable::new_empty(key, shape_of(key));
   AttentionGradient g{};
-  g.call = describe_layer(d, query, key, value, weight, weight_bias, {}, key_mask, extents, scale);
+  g.call = describe_layer(d, BOLTZATTN_LAYER_ARGUMENTS);
   Tensor grad_value = new_rows(value, shape_of(value), sum_type(value, g.call));
   Tensor grad_weight =
       torch::stable::new_zeros(weight, shape_of(weight),
@@ -500,74 +492,50 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, bool> layer_backward(
 }  // namespace
 }  // namespace boltzattn
 
-#define BOLTZATTN_FORWARD                                                                        \
-  "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_mask, Tensor? seed, " \
-  "float scale, float dropout_p, bool is_causal) -> (Tensor, Tensor)"
-#define BOLTZATTN_BACKWARD                                                                        \
-  "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "      \
-  "Tensor lse, Tensor? attn_mask, Tensor? key_mask, Tensor? seed, float scale, float dropout_p, " \
-  "bool is_causal) -> (Tensor, Tensor, Tensor)"
-
 STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
   m.def("cpu_direct_forward" BOLTZATTN_FORWARD);
   m.def("cpu_direct_backward" BOLTZATTN_BACKWARD);
   m.def("cpu_transform_forward" BOLTZATTN_FORWARD);
   m.def("cpu_transform_backward" BOLTZATTN_BACKWARD);
+  m.def("cpu_transform_report(" BOLTZATTN_PROBLEM ") -> Tensor");
   m.def("cpu_causal_forward" BOLTZATTN_FORWARD);
-  m.def(
-      "cpu_packed_forward(Tensor query, Tensor key, Tensor value, Tensor query_starts, "
-      "Tensor key_starts, Tensor by_transform, float scale, bool is_causal, Tensor(a!) out) "
-      "-> Tensor");
-  m.def(
-      "cpu_packed_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
-      "Tensor value, Tensor out, Tensor lse, Tensor query_starts, Tensor key_starts, "
-      "Tensor by_transform, float scale, bool is_causal, Tensor(a!) grad_query, "
-      "Tensor(b!) grad_key, Tensor(c!) grad_value) -> ()");
-  m.def(
-      "cpu_layer_forward(Tensor query, Tensor key, Tensor value, Tensor weight, "
-      "Tensor? weight_bias, Tensor? out_bias, Tensor? key_mask, Tensor? extents, float scale) "
-      "-> (Tensor, bool)");
-  m.def("cpu_project(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)");
-  m.def(
-      "cpu_layer_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor weight, "
-      "Tensor? weight_bias, Tensor? key_mask, Tensor? extents, float scale) "
-      "-> (Tensor, Tensor, Tensor, Tensor, bool)");
-  m.def("cpu_stage_extents(Tensor query, Tensor key, Tensor value, Tensor? key_mask) -> Tensor");
-  m.def("cpu_stage_sizes(Tensor query, Tensor key, Tensor value, Tensor shared) -> (int, int)");
-  m.def(
-      "cpu_stage_sum_keys(Tensor query, Tensor key, Tensor value, Tensor? key_mask, "
-      "Tensor extents, Tensor shared, float scale) -> Tensor");
-  m.def(
-      "cpu_stage_forward(Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor shared, "
-      "Tensor sums, float scale) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "cpu_stage_sum_queries(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
-      "Tensor value, Tensor shared, Tensor sums, float scale) -> (Tensor, Tensor)");
-  m.def(
-      "cpu_stage_key_gradients(Tensor query, Tensor key, Tensor value, Tensor? key_mask, "
-      "Tensor shared, Tensor sums, Tensor query_sums, float scale) -> (Tensor, Tensor)");
-  m.def(
-      "cpu_transform_report(Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale) "
-      "-> Tensor");
+  m.def("cpu_varlen_forward(" BOLTZATTN_PROBLEM
+        ", Tensor query_starts, Tensor key_starts, Tensor by_transform, Tensor(a!) out) -> Tensor");
+  m.def("cpu_varlen_backward(" BOLTZATTN_SAVED BOLTZATTN_PROBLEM
+        ", Tensor query_starts, Tensor key_starts, Tensor by_transform, Tensor(a!) grad_query, "
+        "Tensor(b!) grad_key, Tensor(c!) grad_value) -> ()");
+  m.def("cpu_project" BOLTZATTN_PROJECT);
+  m.def("cpu_layer_forward(" BOLTZATTN_LAYER ") -> (Tensor, bool)");
+  m.def("cpu_layer_backward(Tensor grad_out, " BOLTZATTN_LAYER
+        ") -> (Tensor, Tensor, Tensor, Tensor, bool)");
+  m.def("cpu_stage_extents(" BOLTZATTN_PROBLEM ") -> Tensor");
+  m.def("cpu_stage_sizes(" BOLTZATTN_PROBLEM ", Tensor ranges) -> (int, int)");
+  m.def("cpu_stage_moments(" BOLTZATTN_PROBLEM ", Tensor extents, Tensor ranges) -> Tensor");
+  m.def("cpu_stage_evaluate(" BOLTZATTN_PROBLEM
+        ", Tensor ranges, Tensor moments) -> (Tensor, Tensor, Tensor)");
+  m.def("cpu_stage_query_moments(Tensor grad_out, Tensor? grad_lse, " BOLTZATTN_PROBLEM
+        ", Tensor ranges, Tensor moments) -> (Tensor, Tensor)");
+  m.def("cpu_stage_adjoint(" BOLTZATTN_PROBLEM
+        ", Tensor ranges, Tensor moments, Tensor query_moments) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(boltzattn, CompositeExplicitAutograd, m) {
-  using boltzattn::Kernels;
-  m.impl("cpu_direct_forward", TORCH_BOX(&boltzattn::forward<&Kernels::direct_forward>));
-  m.impl("cpu_direct_backward", TORCH_BOX(&boltzattn::backward<&Kernels::direct_backward>));
-  m.impl("cpu_transform_forward", TORCH_BOX(&boltzattn::forward<&Kernels::transform_forward>));
-  m.impl("cpu_causal_forward", TORCH_BOX(&boltzattn::forward<&Kernels::causal_forward>));
-  m.impl("cpu_packed_forward", TORCH_BOX(&boltzattn::packed_forward));
-  m.impl("cpu_packed_backward", TORCH_BOX(&boltzattn::packed_backward));
-  m.impl("cpu_layer_forward", TORCH_BOX(&boltzattn::layer_forward));
-  m.impl("cpu_layer_backward", TORCH_BOX(&boltzattn::layer_backward));
-  m.impl("cpu_project", TORCH_BOX(&boltzattn::project));
-  m.impl("cpu_stage_extents", TORCH_BOX(&boltzattn::stage_extents));
-  m.impl("cpu_stage_sizes", TORCH_BOX(&boltzattn::stage_sizes));
-  m.impl("cpu_stage_sum_keys", TORCH_BOX(&boltzattn::stage_sum_keys));
-  m.impl("cpu_stage_forward", TORCH_BOX(&boltzattn::stage_forward));
-  m.impl("cpu_stage_sum_queries", TORCH_BOX(&boltzattn::stage_sum_queries));
-  m.impl("cpu_stage_key_gradients", TORCH_BOX(&boltzattn::stage_key_gradients));
-  m.impl("cpu_transform_report", TORCH_BOX(&boltzattn::transform_report));
-  m.impl("cpu_transform_backward", TORCH_BOX(&boltzattn::backward<&Kernels::transform_backward>));
+  using namespace boltzattn;
+  m.impl("cpu_direct_forward", TORCH_BOX(&forward<&Kernels::direct_forward>));
+  m.impl("cpu_direct_backward", TORCH_BOX(&backward<&Kernels::direct_backward>));
+  m.impl("cpu_transform_forward", TORCH_BOX(&forward<&Kernels::transform_forward>));
+  m.impl("cpu_transform_backward", TORCH_BOX(&backward<&Kernels::transform_backward>));
+  m.impl("cpu_transform_report", TORCH_BOX(&transform_report));
+  m.impl("cpu_causal_forward", TORCH_BOX(&forward<&Kernels::causal_forward>));
+  m.impl("cpu_varlen_forward", TORCH_BOX(&varlen_forward));
+  m.impl("cpu_varlen_backward", TORCH_BOX(&varlen_backward));
+  m.impl("cpu_project", TORCH_BOX(&project));
+  m.impl("cpu_layer_forward", TORCH_BOX(&layer_forward));
+  m.impl("cpu_layer_backward", TORCH_BOX(&layer_backward));
+  m.impl("cpu_stage_extents", TORCH_BOX(&stage_extents));
+  m.impl("cpu_stage_sizes", TORCH_BOX(&stage_sizes));
+  m.impl("cpu_stage_moments", TORCH_BOX(&stage_moments));
+  m.impl("cpu_stage_evaluate", TORCH_BOX(&stage_evaluate));
+  m.impl("cpu_stage_query_moments", TORCH_BOX(&stage_query_moments));
+  m.impl("cpu_stage_adjoint", TORCH_BOX(&stage_adjoint));
 }

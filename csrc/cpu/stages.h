@@ -152,16 +152,16 @@ static void stage_sizes(const AttentionGradient& g, const SharedRange* shared, i
 }
 
 template <class T>
-static void stage_sum_keys(const AttentionGradient& g, const SharedRange* shared,
-                           const Extent* extents, double* sums) {
+static void stage_moments(const AttentionGradient& g, const SharedRange* shared,
+                          const Extent* extents, double* sums) {
   for_stages<T>(g, shared, [&](Stage<T>& stage, int64_t first, int64_t) {
     if (stage.key_sums() > 0) stage.sum_keys(extents[2 * stage.h + 1], sums + first);
   });
 }
 
 template <class T>
-static void stage_forward(const AttentionGradient& g, const SharedRange* shared, const double* sums,
-                          bool* served) {
+static void stage_evaluate(const AttentionGradient& g, const SharedRange* shared,
+                           const double* sums, bool* served) {
   for_stages<T>(g, shared, [&](Stage<T>& stage, int64_t first, int64_t) {
     served[stage.h] = stage.served && (stage.nothing() || stage.build_from(sums + first, false));
     if (served[stage.h]) stage.write_outputs();
@@ -169,8 +169,8 @@ static void stage_forward(const AttentionGradient& g, const SharedRange* shared,
 }
 
 template <class T>
-static void stage_sum_queries(const AttentionGradient& g, const SharedRange* shared,
-                              const double* sums, double* query_sums) {
+static void stage_query_moments(const AttentionGradient& g, const SharedRange* shared,
+                                const double* sums, double* query_sums) {
   for_stages<T>(g, shared, [&](Stage<T>& stage, int64_t first, int64_t first_query) {
     if (stage.nothing() || g.call.n_q == 0) {
       set_zero(query_sums + first_query, stage.query_sums());
@@ -183,8 +183,8 @@ static void stage_sum_queries(const AttentionGradient& g, const SharedRange* sha
 }
 
 template <class T>
-static void stage_key_gradients(const AttentionGradient& g, const SharedRange* shared,
-                                const double* sums, const double* query_sums) {
+static void stage_adjoint(const AttentionGradient& g, const SharedRange* shared, const double* sums,
+                          const double* query_sums) {
   for_stages<T>(g, shared, [&](Stage<T>& stage, int64_t first, int64_t first_query) {
     if (stage.nothing()) {
       stage.zero_rows(g.grad_key, g.call.n_k, 1);

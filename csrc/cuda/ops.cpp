@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuda/launch.h"
+#include "schema.h"
 #include "tensors.h"
 
 namespace boltzattn {
@@ -140,33 +141,26 @@ using Forward = void (*)(Call&, const Tensor&, cudaStream_t);
 using Backward = void (*)(Gradient&, const Tensor&, cudaStream_t);
 
 template <Forward run>
-std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask,
-                                   OptionalTensor key_mask, OptionalTensor seed, double scale,
-                                   double dropout_p, bool is_causal) {
+std::tuple<Tensor, Tensor> forward(BOLTZATTN_PROBLEM_PARAMETERS) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   Tensor out = torch::stable::new_empty(query, shape_with(query, value.size(value.dim() - 1)));
   Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
   const Description d(query);
-  Call call = describe(d, query, key, value, attn_mask, key_mask, seed, scale, dropout_p, is_causal,
-                       out, lse);
+  Call call = describe(d, BOLTZATTN_PROBLEM_ARGUMENTS, out, lse);
   run(call, query, current_stream(query.get_device_index()));
   return {out, lse};
 }
 
 template <Backward run>
-std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query,
-                                            Tensor key, Tensor value, Tensor out, Tensor lse,
-                                            OptionalTensor attn_mask, OptionalTensor key_mask,
-                                            OptionalTensor seed, double scale, double dropout_p,
-                                            bool is_causal) {
+std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor out,
+                                            Tensor lse, BOLTZATTN_PROBLEM_PARAMETERS) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   Tensor grad_query = torch::stable::new_empty(query, shape_of(query));
   Tensor grad_key = torch::stable::new_empty(key, shape_of(key));
   Tensor grad_value = torch::stable::new_empty(value, shape_of(value));
   const Description d(query);
   Gradient g{};
-  g.call = describe(d, query, key, value, attn_mask, key_mask, seed, scale, dropout_p, is_causal,
-                    out, lse);
+  g.call = describe(d, BOLTZATTN_PROBLEM_ARGUMENTS, out, lse);
   g.grad_out = d.matrix(grad_out, g.call.n_q, g.call.dv);
   g.grad_lse = d.column_vector(grad_lse, g.call.n_q);
   g.grad_query = d.matrix(grad_query, g.call.n_q, g.call.rank);
@@ -222,24 +216,6 @@ void run_transform_backward(Gradient& g, const Tensor& like, cudaStream_t stream
   check(transform_backward(g, space.pieces(), stream));
 }
 
-// [heads, 7] in the order of TransformReport in cpu/isa.h; a device tensor, nobody waits for it.
-Tensor transform_report(Tensor query, Tensor key, Tensor value, OptionalTensor key_mask,
-                        double scale) {
-  const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  const cudaStream_t stream = current_stream(query.get_device_index());
-  Tensor out = torch::stable::new_empty(query, shape_with(query, value.size(value.dim() - 1)));
-  Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
-  const Description d(query);
-  const Call call = describe(d, query, key, value, std::nullopt, key_mask, std::nullopt, scale, 0,
-                             false, out, lse);
-  const TransformWorkspace space(call, false, query);
-  check(transform_forward(call, space.pieces(), stream));
-  Tensor report = torch::stable::new_empty(query, {call.heads, 7}, ScalarType::Double);
-  check(cudaMemcpyAsync(report.data_ptr(), space.pieces()[0], size_t(call.heads) * 7 * 8,
-                        cudaMemcpyDeviceToDevice, stream));
-  return report;
-}
-
 // (numbers [batch, outputs, n], extents [batch, outputs, 6]) as of cpu_project.
 std::tuple<Tensor, Tensor> project(Tensor x, Tensor weight, OptionalTensor bias) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
@@ -272,23 +248,12 @@ std::tuple<Tensor, Tensor> project(Tensor x, Tensor weight, OptionalTensor bias)
 }  // namespace cuda
 }  // namespace boltzattn
 
-#define BOLTZATTN_FORWARD                                                                        \
-  "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_mask, Tensor? seed, " \
-  "float scale, float dropout_p, bool is_causal) -> (Tensor, Tensor)"
-#define BOLTZATTN_BACKWARD                                                                        \
-  "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "      \
-  "Tensor lse, Tensor? attn_mask, Tensor? key_mask, Tensor? seed, float scale, float dropout_p, " \
-  "bool is_causal) -> (Tensor, Tensor, Tensor)"
-
 STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
   m.def("cuda_direct_forward" BOLTZATTN_FORWARD);
   m.def("cuda_direct_backward" BOLTZATTN_BACKWARD);
   m.def("cuda_transform_forward" BOLTZATTN_FORWARD);
   m.def("cuda_transform_backward" BOLTZATTN_BACKWARD);
-  m.def(
-      "cuda_transform_report(Tensor query, Tensor key, Tensor value, Tensor? key_mask, "
-      "float scale) -> Tensor");
-  m.def("cuda_project(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)");
+  m.def("cuda_project" BOLTZATTN_PROJECT);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(boltzattn, CUDA, m) {
@@ -297,6 +262,5 @@ STABLE_TORCH_LIBRARY_IMPL(boltzattn, CUDA, m) {
   m.impl("cuda_direct_backward", TORCH_BOX(&backward<&run_direct_backward>));
   m.impl("cuda_transform_forward", TORCH_BOX(&forward<&run_transform_forward>));
   m.impl("cuda_transform_backward", TORCH_BOX(&backward<&run_transform_backward>));
-  m.impl("cuda_transform_report", TORCH_BOX(&transform_report));
   m.impl("cuda_project", TORCH_BOX(&project));
 }

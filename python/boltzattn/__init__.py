@@ -5,9 +5,10 @@ from boltzattn._version import __version__
 from boltzattn.boltz_operator import boltz
 from boltzattn.compose.merge import merge
 from boltzattn.compose.streaming import StreamingAttention
-from boltzattn.dispatch.backends import BACKENDS, METHODS, use_backend, use_method
+from boltzattn.dispatch.backends import BACKENDS, METHODS
+from boltzattn.dispatch.preference import use_backend, use_method
 from boltzattn.explanation import explain
-from boltzattn.functional import attention, self_attention
+from boltzattn.functional import attention, attention_varlen, self_attention
 
 __all__ = [
     "BACKENDS",
@@ -15,6 +16,7 @@ __all__ = [
     "StreamingAttention",
     "__version__",
     "attention",
+    "attention_varlen",
     "boltz",
     "distributed",
     "explain",

@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from boltzattn import functional
-from boltzattn import validation as canonical
 from boltzattn.dispatch import backends
-from boltzattn.dispatch.torch_modes import exact
-from boltzattn.reference import stages as reference_stages
-from boltzattn.reference.direct import accumulate_dtype
-from boltzattn.transform.layout import LARGEST_PRODUCT, Range
+from boltzattn.dispatch.backends import Request
+from boltzattn.dispatch.torch_modes import without_autocast
+from boltzattn.problem import DTYPES, OutputGradients, Problem, Saved, accumulate_dtype
+from boltzattn.transform.layout import Range
+from boltzattn.transform.stages import LEVEL, Extent, SharedRange, Stages
+from boltzattn.transform.tolerances import LARGEST_PRODUCT
+from boltzattn.validation import Call, check_tensors, validate
 
 EXCHANGES = ("moments", "gather")
-# Of the stages between exchanges, with levels of precision (as in csrc/cpu/transform.h).
-LEVELS = {"cpu": 3, "reference": 1}
 
 # The layout weighs its cost by tokens, and widens with the logarithm of their number. Both are
 # fixed in steps, so that the volume of communication is the same for every length in use.
@@ -101,18 +101,26 @@ def attention(
         return _gathered(
             query, key, value, group, scale, enable_gqa, key_padding_mask, backend, return_lse
         )
-    call, lead = _canonical(query, key, value, scale, enable_gqa, key_padding_mask, group, backend)
-    shared = call.share()
+    call = validate(
+        query,
+        key,
+        value,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        key_padding_mask=key_padding_mask,
+        backend=backend,
+    )
+    exchanged = _Exchange.of(call, group)
+    shared = exchanged.share()
     if shared is None:
-        _log.info("distributed.attention: not served by moments, keys and values are gathered")
+        _log.info("distributed.attention: not served by moments; keys and values are gathered")
         return _gathered(
             query, key, value, group, scale, enable_gqa, key_padding_mask, "auto", return_lse
         )
-    out, lse = _Moments.apply(call.query, call.key, call.value, call, shared)
-    out = out.reshape(*lead, *out.shape[-2:])
-    if not return_lse:
-        return out
-    return out, lse.reshape(*lead, lse.shape[-1]).to(accumulate_dtype(out.dtype))
+    problem = call.problem
+    results = _Moments.apply(problem.query, problem.key, problem.value, exchanged, shared)
+    out, lse = call.reshape(Saved(*results))
+    return (out, lse) if return_lse else out
 
 
 def explain(
@@ -148,18 +156,28 @@ def explain(
         query, key, value = (x.to_local() for x in sharded)
     processes = dist.get_world_size(group)
     if exchange == "moments":
-        call, _ = _canonical(query, key, value, scale, enable_gqa, key_padding_mask, group, backend)
-        found = call.agree(call.extents())
+        call = validate(
+            query,
+            key,
+            value,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            key_padding_mask=key_padding_mask,
+            backend=backend,
+        )
+        exchanged = _Exchange.of(call, group)
+        found = exchanged.agree(exchanged.stages.extents(exchanged.problem))
         heads = found.ranges.shape[0]
-        if not bool((found.ranges[:, 7] < 0).any()):
-            moments, query_sums = _stage(call.backend, "sizes")(*call.tensors, found.ranges)
+        if not bool((found.ranges[:, LEVEL] < 0).any()):
+            moments, query_sums = exchanged.stages.sizes(exchanged.problem, found.ranges)
             return (
-                f"exchange moments, {processes} processes, {heads} heads, backend {call.backend}\n"
+                f"exchange moments, {processes} processes, {heads} heads, "
+                f"backend {exchanged.backend}\n"
                 f"  forward: all-reduce of ranges {found.sent} bytes, of moments {8 * moments} "
                 f"bytes\n  backward: all-reduce of sums over queries {8 * query_sums} bytes\n"
                 f"  the same for every number of tokens up to {_most_keys(found.keys):,}"
             )
-    canonical.check_tensors(query, key, value)
+    check_tensors(query, key, value)
     counts = _lengths(key, group)
     rows = [x.numel() // max(1, x.shape[-2]) for x in (key, value)]  # numbers a token
     sent = [n * max(counts) * key.itemsize for n in rows]
@@ -183,33 +201,6 @@ def _check_call(exchange: str) -> None:
         )
 
 
-def _canonical(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    enable_gqa: bool,
-    key_padding_mask: Tensor | None,
-    group: dist.ProcessGroup | None,
-    backend: str,
-) -> tuple[_Call, tuple[int, ...]]:
-    """A call of "moments", and the leading shape of its result."""
-    backends.check_name("backend", backend, tuple(LEVELS))
-    tensors, options, lead = canonical.canonical(
-        *(query, key, value, None, 0.0, False, scale, enable_gqa, key_padding_mask),
-        *("transform", "auto"),
-    )
-    _, backend = backends.preferred("transform", backend)
-    return _Call(*tensors[:3], tensors[4], options[0], group, backend), lead
-
-
-def _stage(backend: str, name: str) -> Callable[..., Any]:
-    """A stage of the transform; see csrc/cpu/stages.h."""
-    if backend == "cpu":
-        return getattr(torch.ops.boltzattn, f"cpu_stage_{name}")
-    return getattr(reference_stages, name)
-
-
 def _most_keys(n: float) -> float:
     """The step of MOST_KEYS that n keys are in."""
     return next((most for most in MOST_KEYS if n <= most), n) if n > 0 else 0
@@ -231,7 +222,7 @@ def _collective(call: Callable[[], Any], what: str) -> None:
 
 @dataclass
 class _Agreement:
-    ranges: Tensor  # [heads, 8], as SharedRange in csrc/cpu/problem.h
+    ranges: Tensor  # [heads, 8]: a SharedRange of every head
     sent: int  # bytes
     keys: int  # of the head with most of them, at most
 
@@ -241,90 +232,83 @@ class _Shared:
     """What all processes know after forward, and the local results."""
 
     ranges: Tensor
-    sums: Tensor
-    out: Tensor
-    lse: Tensor
+    moments: Tensor
+    results: Saved
 
 
 @dataclass
-class _Call:
-    """One process's side of a call of rank 1, with canonical tensors."""
+class _Exchange:
+    """One process's side of a call of rank 1."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_mask: Tensor | None
-    scale: float
+    problem: Problem  # detached
     group: dist.ProcessGroup | None
     backend: str
+    stages: Stages
 
-    def __post_init__(self) -> None:
-        if self.query.shape[-1] != 1:
+    @classmethod
+    def of(cls, call: Call, group: dist.ProcessGroup | None) -> _Exchange:
+        problem, backend = call.problem, call.choice.backend
+        if problem.query.shape[-1] != 1:
             raise ValueError(
-                f"query must have rank 1 for exchange='moments', got rank {self.query.shape[-1]}; "
-                "exchange='gather' takes any rank, at a volume that grows with n"
+                "query must have rank 1 for exchange='moments', got rank "
+                f"{problem.query.shape[-1]}; exchange='gather' takes any rank, at a volume that "
+                "grows with n"
             )
-        why_not = None
-        if self.query.device.type != "cpu":
-            why_not = f"query is on {self.query.device}"
-        elif isinstance(reason := backends.extension(), str):
-            why_not = reason
-        if self.backend == "auto":
-            self.backend = "reference" if why_not else "cpu"
-        if self.backend not in LEVELS or (self.backend == "cpu" and why_not):
+        try:
+            taken = backends.select(Request.of(problem), "stages", backend).name
+        except ValueError as error:
+            able = [name for name, x in backends.BACKENDS.items() if "stages" in x.operations]
             raise ValueError(
-                f"backend must be 'cpu' or 'reference' for exchange='moments', got {self.backend!r}"
-                f"{f': {why_not}' if self.backend == 'cpu' else ''}; use 'reference', or "
-                "exchange='gather'"
-            )
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query.detach(), self.key.detach(), self.value.detach()
-
-    def extents(self) -> Tensor:
-        """Of the local queries and keys, [heads, 2, 6]: low, high, where, where, count, regular."""
-        return _stage(self.backend, "extents")(*self.tensors, self.key_mask)
+                f"backend must be one of {', '.join(map(repr, able))} for exchange='moments': "
+                f"{error}; use backend='reference' or exchange='gather'"
+            ) from None
+        detached = Problem._make(x.detach() if isinstance(x, Tensor) else x for x in problem)
+        return cls(detached, group, taken, backends.kernels(taken, "stages"))
 
     def agree(self, extents: Tensor) -> _Agreement:
         """The range of everybody's queries and keys, by one all-reduce: a minimum of numbers."""
-        queries, keys = extents.unbind(1)
-        low, high, count, regular = 0, 1, 4, 5
+        scale = self.problem.scale
+        queries: Any
+        keys: Any
+        queries, keys = (Extent._make(of_one.unbind(1)) for of_one in extents.unbind(1))
         numbers = [
-            *(queries[:, low], -queries[:, high], keys[:, low], -keys[:, high]),
-            *(-queries[:, count], -keys[:, count]),
-            torch.minimum(queries[:, regular], keys[:, regular]),
+            *(queries.low, -queries.high, keys.low, -keys.high),
+            *(-queries.tokens, -keys.tokens),
+            torch.minimum(queries.regular, keys.regular),
         ]
-        # Sizes that must be the same everywhere: if the least is not the largest, they are not.
-        same = [self.value.shape[-1], backends.DTYPES.index(self.value.dtype), self.scale]
-        same.append(list(LEVELS).index(self.backend))
+        # These must be the same everywhere: if the least is not the largest, they are not.
+        value = self.problem.value
+        same = [value.shape[-1], DTYPES.index(value.dtype), scale]
+        same.append(list(backends.BACKENDS).index(self.backend))
         check = extents.new_tensor([*same, *(-x for x in same)])
         flat = torch.cat([torch.stack(numbers, 1).flatten(), check])
         _reduce(flat, dist.ReduceOp.MIN, self.group, "all-reduce of ranges")
-        least, most = flat[-8:-4].tolist(), (-flat[-4:]).tolist()
-        if least != most:
+        found, least, most = flat.split([len(flat) - 2 * len(same), len(same), len(same)])
+        if not torch.equal(least, -most):
             raise ValueError(
                 "value, scale and dtype must be the same in all processes, got (dv, dtype, scale, "
-                f"backend) from {least} to {most}"
+                f"backend) from {least.tolist()} to {(-most).tolist()}"
             )
         processes = dist.get_world_size(self.group)
         ranges, most_in_a_head = [], 0.0
-        for t_low, t_high, s_low, s_high, n_q, n_k, regular_ in flat[:-8].view(-1, 7).tolist():
-            ends = sorted((t_low * self.scale, -t_high * self.scale))
-            # At most so many: exact counts would be another all-reduce, and only their logarithm
-            # is of interest.
+        for t_low, t_high, s_low, s_high, n_q, n_k, regular in found.view(-1, 7).tolist():
+            t_min, t_max = sorted((t_low * scale, -t_high * scale))
+            # An upper bound: exact counts would be another all-reduce, and only their logarithm
+            # matters.
             n_k = -n_k * processes
             most_keys, most_in_a_head = _most_keys(n_k), max(most_in_a_head, n_k)
             level = 0
             if n_q < 0 and n_k > 0:
-                span = Range(ends[0], ends[1], s_low, -s_high, int(most_keys))
+                span = Range(t_min, t_max, s_low, -s_high, int(most_keys))
                 # A NaN fails the comparison, too.
-                served = regular_ == 1.0 and span.largest_product <= LARGEST_PRODUCT
+                served = regular == 1.0 and span.largest_product <= LARGEST_PRODUCT
                 level = 0 if served else -1
             weighed = TOKENS_WEIGHED if n_q < 0 else 0
-            ranges.append([*ends, s_low, -s_high, most_keys, weighed, TOKENS_WEIGHED, level])
+            ranges.append(
+                SharedRange(t_min, t_max, s_low, -s_high, most_keys, weighed, TOKENS_WEIGHED, level)
+            )
         return _Agreement(
-            torch.tensor(ranges, dtype=torch.float64).view(-1, 8),
+            torch.tensor(ranges, dtype=torch.float64).view(-1, len(SharedRange._fields)),
             flat.numel() * flat.itemsize,
             int(most_in_a_head),
         )
@@ -332,53 +316,48 @@ class _Call:
     @torch.no_grad()
     def share(self) -> _Shared | None:
         """Forward; None if a head is not for the transform, which all processes find alike."""
-        extents = self.extents()
+        problem, stages = self.problem, self.stages
+        extents = stages.extents(problem)
         ranges = self.agree(extents).ranges
-        with exact(self.query.device.type):
-            for _ in range(LEVELS[self.backend]):
-                if bool((ranges[:, 7] < 0).any()):
+        with without_autocast(problem.query.device.type):
+            for _ in range(stages.levels):
+                if bool((ranges[:, LEVEL] < 0).any()):
                     return None
-                sums = _stage(self.backend, "sum_keys")(
-                    *self.tensors, self.key_mask, extents, ranges, self.scale
-                )
-                _reduce(sums, dist.ReduceOp.SUM, self.group, "all-reduce of moments")
-                if not bool(sums.isfinite().all()):  # NaN or inf among the values
+                moments = stages.moments(problem, extents, ranges)
+                _reduce(moments, dist.ReduceOp.SUM, self.group, "all-reduce of moments")
+                if not bool(moments.isfinite().all()):  # NaN or inf among the values
                     return None
-                out, lse, served = _stage(self.backend, "forward")(
-                    *self.tensors, self.key_mask, ranges, sums, self.scale
-                )
+                out, lse, served = stages.evaluate(problem, ranges, moments)
                 if bool(served.all()):
-                    return _Shared(ranges, sums, out, lse)
-                ranges[~served, 7] += 1
+                    return _Shared(ranges, moments, Saved(out, lse))
+                ranges[~served, LEVEL] += 1
         return None
 
 
 class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call, shared: _Shared
-    ) -> tuple[Tensor, Tensor]:
-        mask = () if call.key_mask is None else (call.key_mask,)
-        ctx.save_for_backward(query, key, value, shared.ranges, shared.sums, *mask)
-        ctx.scale, ctx.group, ctx.backend = call.scale, call.group, call.backend
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: _Exchange, shared: _Shared
+    ) -> Saved:
+        ctx.save_for_backward(query, key, value, shared.ranges, shared.moments)
+        ctx.exchange = exchange
         ctx.set_materialize_grads(False)
-        return shared.out, shared.lse
+        return shared.results
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
-        query, key, value, ranges, sums, *mask = ctx.saved_tensors
-        key_mask = mask[0] if mask else None
+        query, key, value, ranges, moments = ctx.saved_tensors
+        exchange = ctx.exchange
+        stages, group = exchange.stages, exchange.group
+        problem = exchange.problem._replace(query=query, key=key, value=value)
         if grad_out is None:
             grad_out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-        with exact(query.device.type):
-            grad_query, query_sums = _stage(ctx.backend, "sum_queries")(
-                grad_out, grad_lse, query, key, value, ranges, sums, ctx.scale
-            )
-            _reduce(query_sums, dist.ReduceOp.SUM, ctx.group, "all-reduce of sums over queries")
-            grad_key, grad_value = _stage(ctx.backend, "key_gradients")(
-                query, key, value, key_mask, ranges, sums, query_sums, ctx.scale
-            )
+        grads = OutputGradients(grad_out, grad_lse)
+        with without_autocast(query.device.type):
+            grad_query, sums = stages.query_moments(grads, problem, ranges, moments)
+            _reduce(sums, dist.ReduceOp.SUM, group, "all-reduce of sums over queries")
+            grad_key, grad_value = stages.adjoint(problem, ranges, moments, sums)
         return grad_query, grad_key, grad_value, None, None
 
 
@@ -393,7 +372,7 @@ def _gathered(
     backend: str,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    canonical.check_tensors(query, key, value)
+    check_tensors(query, key, value)
     counts = _lengths(key, group)
     mask: Any = key_padding_mask
     if mask is not None:

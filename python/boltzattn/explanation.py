@@ -7,9 +7,9 @@ from torch import Tensor
 
 from boltzattn import distributed
 from boltzattn.dispatch import plan
-from boltzattn.ops import attention as ops
-from boltzattn.ops import varlen as packed
-from boltzattn.validation import canonical
+from boltzattn.dispatch.backends import Request
+from boltzattn.ops import varlen
+from boltzattn.validation import validate, validate_varlen
 
 
 def explain(
@@ -31,9 +31,9 @@ def explain(
 ) -> str:
     """The plan `attention` would follow for these arguments, and why not the others.
 
-    With `cu_seqlens_q` and `cu_seqlens_k` the plans of a packed call. With `group` what
-    `boltzattn.distributed.attention` would send between its processes, in bytes; every one of them
-    must then make this call.
+    With `cu_seqlens_q` and `cu_seqlens_k` it describes the plans of `attention_varlen`. With
+    `group` it describes what `boltzattn.distributed.attention` would send between its processes, in
+    bytes; every process of the group must then make this call.
 
     Example:
         >>> q = torch.randn(4, 100, 2)
@@ -42,24 +42,20 @@ def explain(
         >>> q, starts = torch.randn(6000, 2, 1), torch.tensor([0, 10, 30, 6000])
         >>> text = boltzattn.explain(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts)
         >>> print(text.splitlines()[0])
-        packed, 3 sequences, 2 plans
+        varlen, 3 sequences, 2 plans
     """
-    is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    given = {
+        "attn_mask": attn_mask is not None,
+        "dropout_p": dropout_p > 0.0,
+        "key_padding_mask": key_padding_mask is not None,
+        "is_causal": is_causal,
+        "method": method != "auto",
+        "backend": backend != "auto",
+        "cu_seqlens_q": cu_seqlens_q is not None,
+        "cu_seqlens_k": cu_seqlens_k is not None,
+    }
     if group is not None:
-        refused = {
-            "attn_mask": attn_mask is not None,
-            "dropout_p": dropout_p > 0.0,
-            "is_causal": is_causal,
-            "cu_seqlens": is_packed,
-            "method": method != "auto",
-            "backend": backend != "auto",
-        }
-        for name, given in refused.items():
-            if given:
-                raise ValueError(
-                    f"{name} must not be given together with group: distributed.attention takes "
-                    "a key_padding_mask only"
-                )
+        _refuse(given, "distributed.attention", {"key_padding_mask"})
         return distributed.explain(
             query,
             key,
@@ -70,18 +66,24 @@ def explain(
             key_padding_mask=key_padding_mask,
             exchange="moments" if query.shape[-1] == 1 else "gather",
         )
-    if is_packed:
-        query, key, value = packed.rows_last(
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        accepted = {"is_causal", "method", "backend", "cu_seqlens_q", "cu_seqlens_k"}
+        _refuse(given, "attention_varlen", accepted)
+        packed = validate_varlen(
             query,
             key,
             value,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            attn_mask=attn_mask is not None,
-            key_padding_mask=key_padding_mask is not None,
-            dropout_p=dropout_p > 0.0,
+            cu_seqlens_q,  # type: ignore[arg-type]
+            cu_seqlens_k,  # type: ignore[arg-type]
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            method=method,
+            backend=backend,
         )
-    tensors, options, _ = canonical(
+        starts = varlen.Starts(cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
+        return varlen.describe(packed.problem, starts, packed.choice)
+    call = validate(
         query,
         key,
         value,
@@ -94,7 +96,10 @@ def explain(
         method,
         backend,
     )
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        return packed.describe(*tensors[:3], cu_seqlens_q, cu_seqlens_k, *options[2:])
-    request = ops.request_of(*tensors[:5], dropout_p, is_causal)
-    return plan.describe(request, *options[3:])
+    return plan.describe(Request.of(call.problem), call.choice)
+
+
+def _refuse(given: dict[str, bool], function: str, accepted: set[str]) -> None:
+    for name in given:
+        if given[name] and name not in accepted:
+            raise ValueError(f"{name} must not be given here: {function} does not take it")

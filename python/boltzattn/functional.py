@@ -1,28 +1,29 @@
-"""The functions users call: defaults, shapes and the way to the operators; no mathematics."""
+"""The functions users call: they validate, and pass the problem to the operators."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boltzattn.dispatch import (
-    backends,
-    plan,
-)
-from boltzattn.ops import attention as ops
-from boltzattn.ops import layer  # noqa: F401
-from boltzattn.ops import varlen as packed
-from boltzattn.ops.autograd import Attention
-from boltzattn.reference import direct as reference
+from boltzattn.dispatch import plan
+from boltzattn.dispatch.plan import LayerShape
+from boltzattn.dispatch.preference import preferred
+from boltzattn.dispatch.torch_modes import autocast_dtype, functorch_active
+from boltzattn.ops.attention import attend
+from boltzattn.ops.layer import layer, project
+from boltzattn.ops.varlen import varlen
+from boltzattn.problem import Choice, LayerProblem, Saved
 from boltzattn.validation import (
-    canonical,
+    Projections,
     check_layer,
-    check_mask_gradient,
     check_scale,
     expand_key_padding_mask,
+    validate,
+    validate_varlen,
 )
 
 
@@ -41,8 +42,6 @@ def attention(
     method: str = ...,
     backend: str = ...,
     return_lse: Literal[False] = ...,
-    cu_seqlens_q: Tensor | None = ...,
-    cu_seqlens_k: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -59,8 +58,6 @@ def attention(
     method: str = ...,
     backend: str = ...,
     return_lse: Literal[True],
-    cu_seqlens_q: Tensor | None = ...,
-    cu_seqlens_k: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
@@ -76,8 +73,6 @@ def attention(
     method: str = "auto",
     backend: str = "auto",
     return_lse: bool = False,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention, `out_i = sum_j softmax_j(scale * q_i . k_j) v_j`.
 
@@ -102,13 +97,6 @@ def attention(
         backend: "auto" or one of `boltzattn.BACKENDS`.
         return_lse: also return the log-sum-exp of the logits, `[..., H, n_q]`, fp32 (fp64 for
             fp64 inputs). It is differentiable.
-        cu_seqlens_q, cu_seqlens_k: int32 or int64 `[sequences + 1]`, given together: the batch is
-            packed without padding, as in flash-attn's varlen functions. Then query is
-            `[total_q, H, rank]`, key `[total_k, H, rank]`, value `[total_k, H, dv]`; sequence b has
-            queries `cu_seqlens_q[b] : cu_seqlens_q[b + 1]`, keys likewise, and attends to itself
-            alone. Any length may be 0. The result is `[total_q, H, dv]`, lse `[H, total_q]`.
-            `is_causal` is aligned at the top left of every sequence (flash-attn: bottom right; the
-            same where the lengths are equal). No masks and no dropout.
 
     Returns:
         `[..., H, n_q, dv]` in the dtype of the inputs. A query that may attend to nothing gets
@@ -119,24 +107,8 @@ def attention(
         >>> q, k, v = torch.randn(8, 4096, 1), torch.randn(8, 4096, 1), torch.randn(8, 4096, 64)
         >>> boltzattn.attention(q, k, v).shape
         torch.Size([8, 4096, 64])
-        >>> starts = torch.tensor([0, 100, 100, 4096])  # three sequences, the second one empty
-        >>> q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        >>> boltzattn.attention(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts).shape
-        torch.Size([4096, 8, 64])
     """
-    is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    if is_packed:
-        query, key, value = packed.rows_last(
-            query,
-            key,
-            value,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            attn_mask=attn_mask is not None,
-            key_padding_mask=key_padding_mask is not None,
-            dropout_p=dropout_p > 0.0,
-        )
-    tensors, options, lead = canonical(
+    call = validate(
         query,
         key,
         value,
@@ -149,26 +121,67 @@ def attention(
         method,
         backend,
     )
-    needs_gradient = [x is not None and x.requires_grad for x in tensors[:5]]
-    if is_packed:
-        scale, _, *rest = options
-        out, lse = torch.ops.boltzattn.packed_forward(
-            *tensors[:3], cu_seqlens_q, cu_seqlens_k, scale, *rest
-        )
-    elif not torch.is_grad_enabled() or not any(needs_gradient):
-        out, lse = ops.forward(*tensors, *options)
-    elif any(needs_gradient[3:]):
-        check_mask_gradient(options[4])
-        out, lse = reference.dense(*tensors, *options[:3])
-    else:
-        out, lse = Attention.apply(*tensors, options)
-    if enable_gqa:
-        out = out.reshape(*lead, *out.shape[-2:])
-    if is_packed:
-        out = out.transpose(0, 1)
-    if not return_lse:
-        return out
-    return out, lse.reshape(*lead, lse.shape[-1]).to(reference.accumulate_dtype(out.dtype))
+    results = attend(call.problem, call.choice)
+    if not return_lse and len(call.lead) + 2 == results[0].ndim:
+        return results[0]
+    out, lse = call.reshape(Saved(*results))
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    method: str = "auto",
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of sequences with different lengths, packed without padding.
+
+    Shapes are those of flash-attn's varlen functions. Sequence b has the queries
+    `cu_seqlens_q[b] : cu_seqlens_q[b + 1]` and the keys `cu_seqlens_k[b] : cu_seqlens_k[b + 1]`,
+    and attends to itself alone. Any length may be 0.
+
+    Args:
+        query: `[total_q, H, rank]`.
+        key: `[total_k, H, rank]`.
+        value: `[total_k, H, dv]`.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 `[sequences + 1]`, rising from 0 to the total.
+        is_causal: aligned at the top left of every sequence (flash-attn aligns at the bottom right;
+            the two agree where the lengths are equal).
+        scale, enable_gqa, method, backend, return_lse: as in `attention`.
+
+    Returns:
+        `[total_q, H, dv]`, and with `return_lse` also `[H, total_q]`.
+
+    Example:
+        >>> q, k, v = torch.randn(4096, 8, 1), torch.randn(4096, 8, 1), torch.randn(4096, 8, 64)
+        >>> starts = torch.tensor([0, 100, 100, 4096])  # three sequences, the second one empty
+        >>> boltzattn.attention_varlen(q, k, v, starts, starts).shape
+        torch.Size([4096, 8, 64])
+    """
+    call = validate_varlen(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        method=method,
+        backend=backend,
+    )
+    results = varlen(*call.problem, cu_seqlens_q, cu_seqlens_k, *call.choice)
+    out, lse = call.reshape(Saved(*results))
+    out = out.transpose(0, 1)
+    return (out, lse) if return_lse else out
 
 
 def self_attention(
@@ -214,25 +227,15 @@ def self_attention(
         torch.Size([2, 100, 32])
     """
     check_scale(scale)
-    check_layer(x, w_q, w_k, w_v, w_o, num_heads, b_q, b_k, b_v, b_o)
-    backends.check_name("method", method, backends.METHODS)
-    backends.check_name("backend", backend, tuple(backends.BACKENDS))
-    at_nodes = (
-        attn_mask is None
-        and dropout_p == 0.0
-        and not is_causal
-        and (
-            key_padding_mask is None
-            or (isinstance(key_padding_mask, Tensor) and key_padding_mask.dtype == torch.bool)
-        )
-        and plan.projects_at_nodes(
-            x, w_q, w_v, w_o, num_heads, *backends.preferred(method, backend)
-        )
+    weights = Projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o)
+    check_layer(x, weights, num_heads)
+    choice = preferred(method, backend)
+    plain = attn_mask is None and dropout_p == 0.0 and not is_causal
+    padding_is_bool = key_padding_mask is None or (
+        isinstance(key_padding_mask, Tensor) and key_padding_mask.dtype == torch.bool
     )
-    if at_nodes:
-        return _attend_at_nodes(
-            x, w_q, w_k, w_v, w_o, num_heads, b_q, b_k, b_v, b_o, scale, key_padding_mask, backend
-        )
+    if plain and padding_is_bool and _projects_at_nodes(x, weights, num_heads, choice):
+        return _attend_at_nodes(x, weights, num_heads, scale, key_padding_mask, choice)
 
     def heads(weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias).unflatten(-1, (num_heads, -1)).transpose(-2, -3)
@@ -253,59 +256,65 @@ def self_attention(
     return out if w_o is None else F.linear(out, w_o, b_o)
 
 
+def _projects_at_nodes(x: Tensor, weights: Projections, num_heads: int, choice: Choice) -> bool:
+    """Whether the layer is one that the operator `layer` can compute, and cheaper that way."""
+    n, d = x.shape[-2:]
+    dv = weights.w_v.shape[0] // num_heads
+    d_out = dv if weights.w_o is None else weights.w_o.shape[0]
+    sizes = LayerShape(math.prod(x.shape[:-2]), num_heads, n, d, dv, d_out, weights.w_o is not None)
+    if (
+        weights.w_q.shape[0] != num_heads  # rank 1 only
+        or (weights.w_o is None and num_heads > 1)  # the heads' outputs do not add up
+        or not all(isinstance(size, int) and size > 0 for size in sizes[:-1])  # may be symbolic
+        or functorch_active()
+    ):
+        return False
+    return plan.projects_at_nodes(x.device.type, x.dtype, *sizes, *choice)
+
+
 def _attend_at_nodes(
     x: Tensor,
-    w_q: Tensor,
-    w_k: Tensor,
-    w_v: Tensor,
-    w_o: Tensor | None,
+    weights: Projections,
     num_heads: int,
-    b_q: Tensor | None,
-    b_k: Tensor | None,
-    b_v: Tensor | None,
-    b_o: Tensor | None,
     scale: float | None,
     key_padding_mask: Tensor | None,
-    backend: str,
+    choice: Choice,
 ) -> Tensor:
-    """`self_attention` of rank 1 by `layer`."""
-    dtype = x.dtype
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
-    x, w_q, w_k, w_v = (t.to(dtype) for t in (x, w_q, w_k, w_v))
+    """`self_attention` of rank 1 by the operators `project` and `layer`."""
+    dtype = autocast_dtype(x.device.type)
+    if dtype is not None and x.dtype != torch.float64:
+        x = x.to(dtype)
+        weights = Projections(*(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
+    w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o = weights
     lead, (n, d) = x.shape[:-2], x.shape[-2:]
     rows = x.reshape(-1, n, d)
 
     weight = w_v.unflatten(0, (num_heads, -1))
-    weight_bias = None if b_v is None else b_v.to(dtype).unflatten(0, (num_heads, -1))
+    weight_bias = None if b_v is None else b_v.unflatten(0, (num_heads, -1))
     if w_o is not None:
-        outward = w_o.to(dtype).unflatten(1, (num_heads, -1)).transpose(0, 1)
+        outward = w_o.unflatten(1, (num_heads, -1)).transpose(0, 1)
         weight = outward @ weight
         if weight_bias is not None:
             weight_bias = (outward @ weight_bias[..., None]).squeeze(-1)
     bias = None
     if b_q is not None or b_k is not None:
-        parts = [w_q.new_zeros(num_heads) if b is None else b.to(dtype) for b in (b_q, b_k)]
-        bias = torch.cat(parts)
-    numbers, extents = torch.ops.boltzattn.project(rows, torch.cat((w_q, w_k)), bias)
+        bias = torch.cat([w_q.new_zeros(num_heads) if b is None else b for b in (b_q, b_k)])
+    numbers, extents = project(rows, torch.cat((w_q, w_k)), bias, choice.backend)
     query, key = numbers.unsqueeze(-1).split(num_heads, 1)
     key_mask = None
     if key_padding_mask is not None:
         mask = expand_key_padding_mask(key_padding_mask, x, (*lead, num_heads, n))
         key_mask = mask[..., 0, :].reshape(-1, n)
-    out_bias = None if b_o is None else b_o.to(dtype)
-    named = backends.preferred("auto", backend)[1]
-    out = torch.ops.boltzattn.layer_forward(
-        query,
-        key,
-        rows,
-        weight,
-        weight_bias,
-        out_bias,
-        key_mask,
-        extents,
-        1.0 if scale is None else float(scale),
-        "triton" if x.is_cuda or named == "triton" else "cpu",
+    problem = LayerProblem(
+        query=query,
+        key=key,
+        value=rows,
+        weight=weight,
+        weight_bias=weight_bias,
+        out_bias=b_o,
+        key_mask=key_mask,
+        extents=extents,
+        scale=1.0 if scale is None else float(scale),
     )
+    out = layer(*problem, *choice)
     return out.reshape(*lead, n, out.shape[-1])

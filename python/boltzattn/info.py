@@ -15,6 +15,7 @@ import torch
 import boltzattn
 from boltzattn import cuda_report
 from boltzattn.dispatch import backends
+from boltzattn.dispatch.extension import extension as load_extension
 
 
 def report() -> str:
@@ -24,7 +25,7 @@ def report() -> str:
         f"torch {torch.__version__}, Python {platform.python_version()}, "
         f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
     ]
-    extension = backends.extension()
+    extension = load_extension()
     if isinstance(extension, str):
         lines.append(f"extension: {extension}")
     else:

@@ -1,22 +1,26 @@
-"""What a call is: the problem that validation makes of it, and what its kernels return.
+"""What a call is: the problem that validation makes of it, and what kernels return for it.
 
-These tuples are passed on whole. Only the schema of a torch.library operator flattens them, and
-`schema` writes that part of it, so a new argument is a new field here and a line in the kernels
-that use it.
+These tuples are passed on whole. Only the schema of an operator lists their fields (`schema` writes
+it, `unflatten` reads it back), so a new argument is a new field here, a check in `validation` and a
+few lines in the kernels that use it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, get_type_hints
 
+import torch
 from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Problem(NamedTuple):
-    """Attention of one call, validated; every tensor has the same leading shape L.
+    """The attention of one call, validated. Every tensor has the same leading shape L.
 
-    L may have any number of dimensions, and stride 0 where an argument was broadcast. The order of
-    the fields is the order of the arguments of every operator.
+    L may have any number of dimensions, with stride 0 where an argument was broadcast.
     """
 
     query: Tensor  # [*L, n_q, rank]
@@ -29,6 +33,26 @@ class Problem(NamedTuple):
     dropout_p: float
     is_causal: bool
 
+    def head(self, index: tuple[int, ...]) -> Problem:
+        """The problem of one head, without leading dimensions."""
+        return Problem._make(x[index] if isinstance(x, Tensor) else x for x in self)
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        """The problem with query, key and value in another dtype."""
+        query, key, value = self.query.to(dtype), self.key.to(dtype), self.value.to(dtype)
+        return self._replace(query=query, key=key, value=value)
+
+    def rows(self, queries: slice, keys: slice) -> Problem:
+        """The problem of some queries and some keys; for problems without dropout."""
+        attn_mask, key_mask = self.attn_mask, self.key_mask
+        return self._replace(
+            query=self.query[..., queries, :],
+            key=self.key[..., keys, :],
+            value=self.value[..., keys, :],
+            attn_mask=None if attn_mask is None else attn_mask[..., queries, keys],
+            key_mask=None if key_mask is None else key_mask[..., keys],
+        )
+
 
 class Saved(NamedTuple):
     """The results of forward, which backward needs again."""
@@ -36,12 +60,19 @@ class Saved(NamedTuple):
     out: Tensor  # [*L, n_q, dv] in the dtype of query
     lse: Tensor  # [*L, n_q] fp64
 
+    def rows(self, queries: slice) -> Saved:
+        return Saved(self.out[..., queries, :], self.lse[..., queries].contiguous())
+
 
 class OutputGradients(NamedTuple):
     """The gradients that backward starts from."""
 
     out: Tensor
     lse: Tensor | None
+
+    def rows(self, queries: slice) -> OutputGradients:
+        lse = None if self.lse is None else self.lse[..., queries]
+        return OutputGradients(self.out[..., queries, :], lse)
 
 
 class Gradients(NamedTuple):
@@ -73,3 +104,47 @@ class LayerGradients(NamedTuple):
     key: Tensor
     value: Tensor
     weight: Tensor
+
+
+class Kernels(NamedTuple):
+    """How a backend computes attention."""
+
+    forward: Callable[[Problem], Saved]
+    backward: Callable[[OutputGradients, Saved, Problem], Gradients]
+
+
+class LayerKernels(NamedTuple):
+    """How a backend computes a layer; None where it does not serve a head."""
+
+    forward: Callable[[LayerProblem], Tensor | None]
+    backward: Callable[[Tensor, LayerProblem], LayerGradients | None]
+
+
+class Choice(NamedTuple):
+    """The method and backend the caller asked for; "auto" leaves it to the plan."""
+
+    method: str
+    backend: str
+
+
+def schema(*kinds: Any) -> str:
+    """The fields of these tuples as a torch.library schema lists them.
+
+    Example:
+        >>> schema(OutputGradients, Choice)
+        'Tensor out, Tensor? lse, str method, str backend'
+    """
+    types = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", str: "str"}
+    fields = [field for kind in kinds for field in get_type_hints(kind).items()]
+    return ", ".join(f"{types[hint]} {name}" for name, hint in fields)
+
+
+def unflatten(fields: Sequence[Any], *kinds: Any) -> list[Any]:
+    """The tuples of these kinds whose fields are listed one after the other."""
+    rest = iter(fields)
+    return [kind._make(islice(rest, len(kind._fields))) for kind in kinds]
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of sums: fp64 for fp64, fp32 for every narrower dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

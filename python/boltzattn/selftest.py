@@ -19,7 +19,8 @@ from torch import Tensor
 import boltzattn
 from boltzattn import info
 from boltzattn.dispatch import backends
-from boltzattn.ops import attention as ops
+from boltzattn.dispatch.backends import Request, operation_of
+from boltzattn.problem import DTYPES
 
 # What `transform` certifies, relative to the largest magnitude; `direct` is well within it too.
 TOLERANCE = {
@@ -88,7 +89,7 @@ def devices() -> list[str]:
     return ["cpu"] if found is None else ["cpu", found.type]
 
 
-def rows(length: int = LENGTH, dtypes: tuple[torch.dtype, ...] = backends.DTYPES) -> Iterator[str]:
+def rows(length: int = LENGTH, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[str]:
     """The lines of the table; a line that starts with FAIL or ERROR is a fault."""
     for device in devices():
         for dtype in dtypes:
@@ -107,17 +108,14 @@ def _case_rows(device: str, dtype: torch.dtype, case: Case, length: int) -> Iter
     doubles = [x.double().requires_grad_() for x in (query, key, value)]
     truth = _dense(doubles[0], doubles[1], doubles[2], case, padding)
     truths = (truth.detach(), *torch.autograd.grad(truth, doubles, grad.double()))
-    request = ops.request_of(
-        query, key, value, None, padding if case.padded else None, 0.0, case.is_causal
-    )
+    *_, n, rank = query.shape
+    request = Request(device, dtype, HEADS, n, n, rank, DV, is_causal=case.is_causal)
     kind = f"{device:<5} {str(dtype).removeprefix('torch.'):<9} {case!s:<15}"
     for method in boltzattn.METHODS:
-        if backends.method_why_not(request, method):
-            continue
-        for backend in boltzattn.BACKENDS.values():
-            if backend.why_not(request, method):
+        for backend in boltzattn.BACKENDS:
+            if backends.why_not(request, operation_of(method, case.is_causal), backend):
                 continue
-            name = f"{method:<10} {backend.name:<10}"
+            name = f"{method:<10} {backend:<10}"
             try:
                 yield _measure(
                     kind + name,
@@ -126,7 +124,7 @@ def _case_rows(device: str, dtype: torch.dtype, case: Case, length: int) -> Iter
                     case,
                     padding,
                     method,
-                    backend.name,
+                    backend,
                 )
             except Exception as error:  # a report must come to its end
                 yield f"ERROR {kind}{name} {type(error).__name__}: {str(error).splitlines()[0]}"

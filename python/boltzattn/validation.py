@@ -1,17 +1,16 @@
-"""Validation, and the form that kernels take: every error names its argument and the remedy."""
+"""Validation: what a call may be. Every error names the argument, what it got and the remedy."""
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from boltzattn.dispatch import backends
-from boltzattn.ops.autograd import Options
-
-# query, key, value, attn_mask, key_mask, seed: see `reference`.
-Canonical = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+from boltzattn.dispatch.preference import preferred
+from boltzattn.dispatch.torch_modes import autocast_dtype
+from boltzattn.problem import DTYPES, Choice, Problem, Saved, accumulate_dtype
 
 
 def shape_of(x: Tensor) -> str:
@@ -22,27 +21,40 @@ def kind_of(x: object) -> str:
     return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x).__name__}"
 
 
-def canonical(
+class Call(NamedTuple):
+    """A validated call."""
+
+    problem: Problem
+    choice: Choice
+    # The leading shape of the result. Grouped heads are one more dimension of the problem, so that
+    # no key is repeated in memory.
+    lead: tuple[int, ...]
+
+    def reshape(self, results: Saved) -> Saved:
+        """The results in the shape and with the dtype of lse that users get."""
+        out, lse = results
+        lse = lse.to(accumulate_dtype(out.dtype))
+        if len(self.lead) + 2 == out.ndim:
+            return Saved(out, lse)
+        return Saved(out.reshape(*self.lead, *out.shape[-2:]), lse.reshape(*self.lead, -1))
+
+
+def validate(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    key_padding_mask: Tensor | None,
-    method: str,
-    backend: str,
-) -> tuple[Canonical, Options, tuple[int, ...]]:
-    """Validate a call and bring it into the form of `reference`: (tensors, options, lead).
-
-    `lead` is the leading shape of the result; with grouped heads the canonical one has an axis
-    more, so that no key is repeated in memory.
-    """
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key_padding_mask: Tensor | None = None,
+    method: str = "auto",
+    backend: str = "auto",
+) -> Call:
+    """Check the arguments of a call and make a problem of them."""
     check_tensors(query, key, value)
-    backends.check_name("method", method, backends.METHODS)
-    backends.check_name("backend", backend, tuple(backends.BACKENDS))
+    choice = preferred(method, backend)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
     check_scale(scale)
@@ -53,10 +65,8 @@ def canonical(
             "attn_mask must be None when is_causal is set (as in SDPA); "
             "to combine them, pass attn_mask & causal_mask with is_causal=False"
         )
-
-    device = query.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        target = torch.get_autocast_dtype(device)
+    target = autocast_dtype(query.device.type)
+    if target is not None:
         query, key, value = (
             x if x.dtype == torch.float64 else x.to(target) for x in (query, key, value)
         )
@@ -86,10 +96,38 @@ def canonical(
         draw = torch.randint(2**63 - 1, (), dtype=torch.int64, device=query.device)
         index = torch.arange(math.prod(lead), device=query.device).view(lead)
         seed = draw + index * 0x1E3779B97F4A7C15
+    numbers = float(scale), float(dropout_p), bool(is_causal)
+    return Call(Problem(query, key, value, attn_mask, key_mask, seed, *numbers), choice, out_lead)
 
-    method, backend = backends.preferred(method, backend)
-    options = (float(scale), float(dropout_p), bool(is_causal), method, backend)
-    return (query, key, value, attn_mask, key_mask, seed), options, out_lead
+
+def validate_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    **options: Any,
+) -> Call:
+    """The same for packed sequences; the problem has the heads first."""
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(starts, Tensor):
+            raise TypeError(
+                f"{name} must be an int32 or int64 tensor [sequences + 1], got {kind_of(starts)}"
+            )
+        if starts.dtype not in (torch.int32, torch.int64) or starts.ndim != 1 or len(starts) < 1:
+            raise ValueError(
+                f"{name} must be int32 or int64 of shape [sequences + 1], got {starts.dtype} "
+                f"{shape_of(starts)}"
+            )
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            "cu_seqlens_k must have as many entries as cu_seqlens_q, "
+            f"{len(cu_seqlens_q)}, got {len(cu_seqlens_k)}"
+        )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if isinstance(x, Tensor) and x.ndim != 3:
+            raise ValueError(f"{name} must be [total, heads, width], got {shape_of(x)}")
+    return validate(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), **options)
 
 
 def check_scale(scale: float | None) -> None:
@@ -97,28 +135,28 @@ def check_scale(scale: float | None) -> None:
         raise ValueError(f"scale must be a finite number, got {scale}")
 
 
-def check_layer(
-    x: Tensor,
-    w_q: Tensor,
-    w_k: Tensor,
-    w_v: Tensor,
-    w_o: Tensor | None,
-    num_heads: int,
-    b_q: Tensor | None,
-    b_k: Tensor | None,
-    b_v: Tensor | None,
-    b_o: Tensor | None,
-) -> None:
+class Projections(NamedTuple):
+    """The weights of a self-attention layer, as `nn.Linear` has them."""
+
+    w_q: Tensor  # [num_heads * rank, d]
+    w_k: Tensor
+    w_v: Tensor  # [num_heads * dv, d]
+    w_o: Tensor | None  # [d_out, num_heads * dv]
+    b_q: Tensor | None
+    b_k: Tensor | None
+    b_v: Tensor | None
+    b_o: Tensor | None
+
+
+def check_layer(x: Tensor, weights: Projections, num_heads: int) -> None:
     if not isinstance(num_heads, int) or num_heads < 1:
         raise ValueError(f"num_heads must be an integer of at least 1, got {num_heads!r}")
-    tensors = {"x": x, "w_q": w_q, "w_k": w_k, "w_v": w_v, "w_o": w_o}
-    tensors |= {"b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o}
-    for name, t in tensors.items():
+    for name, t in (("x", x), *weights._asdict().items()):
         if t is None and name not in ("x", "w_q", "w_k", "w_v"):
             continue
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a tensor, got {kind_of(t)}")
-        if t.dtype not in backends.DTYPES:
+        if t.dtype not in DTYPES:
             raise TypeError(
                 f"{name} must be float64, float32, bfloat16 or float16, got {t.dtype}; "
                 f"convert it with {name}.to(torch.float32)"
@@ -135,6 +173,7 @@ def check_layer(
             )
     if x.ndim < 2:
         raise ValueError(f"x must have at least 2 dimensions [..., n, d], got shape {shape_of(x)}")
+    w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o = weights
     d = x.shape[-1]
     for name, weight in (("w_q", w_q), ("w_k", w_k), ("w_v", w_v)):
         rows = weight.shape[0] if weight.ndim == 2 else 0
@@ -169,7 +208,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {kind_of(x)}")
-        if x.dtype not in backends.DTYPES:
+        if x.dtype not in DTYPES:
             raise TypeError(
                 f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}; "
                 f"convert it with {name}.to(torch.float32)"
@@ -248,7 +287,7 @@ def _broadcast_lead(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...
 def _check_mask_kind(name: str, mask: Tensor, query: Tensor) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, got {kind_of(mask)}")
-    if mask.dtype != torch.bool and mask.dtype not in backends.DTYPES:
+    if mask.dtype != torch.bool and mask.dtype not in DTYPES:
         raise TypeError(
             f"{name} must be bool or floating point, got {mask.dtype}; convert 0/1 masks "
             f"with {name}.bool()"
@@ -282,11 +321,3 @@ def expand_key_padding_mask(mask: Tensor, query: Tensor, shape: tuple[int, ...])
             f"(no head axis: the last leading dimension of query is the head), got {shape_of(mask)}"
         ) from None
     return spread.unsqueeze(-2).expand(shape) if lead else spread
-
-
-def check_mask_gradient(backend: str) -> None:
-    if backend not in ("auto", "reference"):
-        raise ValueError(
-            f"backend {backend!r} cannot serve this call: it computes no gradient for attn_mask "
-            "or key_padding_mask; detach() the mask or use backend='reference'"
-        )

@@ -102,7 +102,6 @@ class Case(NamedTuple):
                 is_causal="causal" in self.mask,
                 attn_mask=self.mask.startswith(("bool", "additive"))
                 and self.mask not in ("bool padding", "additive padding"),
-                key_bias=self.mask.endswith("additive padding"),
             )
         )
 

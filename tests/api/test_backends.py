@@ -6,14 +6,17 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import boltzattn
 import pytest
 import torch
 from boltzattn.dispatch import backends, plan
-from boltzattn.dispatch.backends import BACKENDS, METHODS, extension, method_why_not
-from servers import PLAIN, Server, facts, servers
+from boltzattn.dispatch.backends import BACKENDS, METHODS, OPERATIONS, feature_table, operation_of
+from boltzattn.dispatch.extension import extension
+from boltzattn.problem import Choice
+from servers import PLAIN, Server, facts
 
 ALL = [Server(method, name) for method in METHODS for name in BACKENDS]
 REQUESTS = {
@@ -24,11 +27,9 @@ REQUESTS = {
     "double": facts(dtype=torch.float64),
     "causal": facts(is_causal=True),
     "attn_mask": facts(attn_mask=True),
-    "key_bias": facts(key_bias=True),
     "dropout": facts(dropout=True),
     "long": facts(n_q=1 << 20, n_k=1 << 20),
     "empty": facts(n_q=0, n_k=0),
-    "mask_gradient": facts(attn_mask=True, mask_gradient=True),
     "cuda": facts(device="cuda"),
     "xpu": facts(device="xpu"),
 }
@@ -40,8 +41,8 @@ def _tensors(rank: int = 1, dtype: torch.dtype = torch.float32) -> list[torch.Te
 
 
 def _reasons(request: backends.Request, server: Server) -> list[str]:
-    of_backend = BACKENDS[server.backend].why_not(request, server.method)
-    return method_why_not(request, server.method) + of_backend
+    operation = operation_of(server.method, request.is_causal)
+    return backends.why_not(request, operation, server.backend)
 
 
 def test_the_extension_is_built() -> None:
@@ -63,7 +64,7 @@ def test_every_named_thing_is_in_the_table() -> None:
 def test_the_reference_serves_everything(name: str) -> None:
     """So that `auto` always finds somebody."""
     assert not _reasons(REQUESTS[name], Server("direct", "reference"))
-    assert plan.choose(REQUESTS[name], "auto", "auto").method in METHODS
+    assert plan.choose(REQUESTS[name], Choice("auto", "auto")).method in METHODS
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -80,25 +81,25 @@ def test_the_named_is_taken_or_raises_every_reason(server: Server, name: str) ->
     request = REQUESTS[name]
     reasons = _reasons(request, server)
     if not reasons:
-        taken = plan.choose(request, server.method, server.backend)
+        taken = plan.choose(request, Choice(*server))
         assert (taken.method, taken.backend) == server
         return
     with pytest.raises(ValueError, match="cannot serve this call") as raised:
-        plan.choose(request, server.method, server.backend)
+        plan.choose(request, Choice(*server))
     # Reasons of the method come first and are enough: no backend could help.
-    expected = method_why_not(request, server.method) or reasons
+    operation = operation_of(server.method, request.is_causal)
+    expected = OPERATIONS[operation].why_not(request) or reasons
     for reason in expected:
         assert reason in str(raised.value)
 
 
 def test_all_reasons_at_once() -> None:
     """A call that a backend cannot serve for two reasons is told both."""
-    request = facts(device="cuda", attn_mask=True, mask_gradient=True)
-    reasons = BACKENDS["cpu"].why_not(request, "direct")
-    assert len(reasons) >= 2
-    with pytest.raises(ValueError, match="backend 'cpu' cannot serve") as raised:
-        plan.choose(request, "direct", "cpu")
-    for words in ("runs on cpu tensors, got cuda", "gradient for attn_mask", "detach()"):
+    request = facts(device="xpu", dtype=torch.float64, rank=40)
+    assert len(BACKENDS["triton"].why_not(request, "direct")) >= 3
+    with pytest.raises(ValueError, match="backend 'triton' cannot serve") as raised:
+        plan.choose(request, Choice("direct", "triton"))
+    for words in ("runs on cuda tensors, got xpu", "got float64", "ranks up to 16, got 40"):
         assert words in str(raised.value)
 
 
@@ -166,14 +167,14 @@ def test_explain_runs_nothing() -> None:
 
 
 def test_fallback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    request = facts(n_q=12_345, attn_mask=True, mask_gradient=True)
+    request = facts(n_q=12_345, device="cuda")
     with caplog.at_level(logging.INFO, "boltzattn"):
         for _ in range(3):
-            assert plan.choose(request, "direct", "auto").backend == "reference"
+            assert plan.choose(request, Choice("direct", "auto")).backend == "reference"
     messages = [record.getMessage() for record in caplog.records]
-    mine = [message for message in messages if message.startswith("backend cpu not taken")]
+    mine = [message for message in messages if message.startswith("backend cuda not taken")]
     assert len(mine) == 1
-    assert "gradient" in mine[0]
+    assert "CUDA" in mine[0] or "_C_cuda" in mine[0]
 
 
 # -- without the extension -------------------------------------------------------------------------
@@ -261,11 +262,22 @@ def test_instruction_sets() -> None:
     assert compiled.isa() == supported[0]
 
 
-@pytest.mark.parametrize("server", servers(facts(rank=3)), ids=str)
-def test_kernels_of_the_table_are_callable(server: Server) -> None:
-    kernels: Any = BACKENDS[server.backend].kernels(server.method)
-    assert len(kernels) == 2
-    assert all(callable(kernel) for kernel in kernels)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_kernels_of_the_table_are_there(name: str) -> None:
+    """Every cell of a usable backend loads; a cell that names no operation is a mistake."""
+    assert set(BACKENDS[name].operations) <= set(OPERATIONS)
+    if BACKENDS[name].unavailable():
+        return
+    for operation in BACKENDS[name].operations:
+        kernels: Any = backends.kernels(name, operation)
+        parts = kernels if isinstance(kernels, tuple) else (kernels,)
+        assert all(callable(part) or isinstance(part, int) for part in parts), operation
+
+
+def test_the_feature_table_in_the_docs_is_the_table() -> None:
+    text = (Path(__file__).parents[2] / "docs/support.md").read_text()
+    begin, end = "<!-- features:begin -->\n", "\n<!-- features:end -->"
+    assert text[text.index(begin) + len(begin) : text.index(end)].strip() == feature_table()
 
 
 # -- python -m boltzattn.info ----------------------------------------------------------------------

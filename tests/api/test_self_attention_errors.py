@@ -39,8 +39,8 @@ def _long() -> dict[str, Any]:
         "w_o": torch.randn(8, d),
         "num_heads": 1,
     }
-    x, w_q, w_v, w_o = (good[name] for name in ("x", "w_q", "w_v", "w_o"))
-    assert plan.projects_at_nodes(x, w_q, w_v, w_o, 1, "auto", "auto")
+    shape = plan.LayerShape(2, 1, n, d, d, 8, True)
+    assert plan.projects_at_nodes("cpu", torch.float32, *shape, "auto", "auto")
     return good
 
 

@@ -184,7 +184,7 @@ def fill(stream: boltzattn.StreamingAttention, blocks: int, size: int) -> None:
     for i in range(blocks):
         generator = torch.Generator().manual_seed(i)
         key = torch.randn(1, size, 1, generator=generator)
-        stream.append(key, torch.randn(1, size, stream.dv, generator=generator))
+        stream.append(key, torch.randn(1, size, stream.head_dim, generator=generator))
         stream.query(key[:, :1])
 
 
@@ -270,7 +270,7 @@ def test_nothing_yet() -> None:
 def test_refuses() -> None:
     stream = boltzattn.StreamingAttention(2, 4)
     key, value = torch.randn(2, 10, 1), torch.randn(2, 10, 4)
-    with pytest.raises(ValueError, match=r"value must have shape \[\*heads, n, dv\]"):
+    with pytest.raises(ValueError, match=r"value must have shape \[\*num_heads, n, head_dim\]"):
         stream.append(key, value[..., :3])
     with pytest.raises(ValueError, match=r"key must be torch\.float32"):
         stream.append(key.double(), value)

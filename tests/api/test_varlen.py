@@ -63,7 +63,7 @@ def test_equals_one_sequence_at_a_time(case: dict) -> None:
     tensors = [x.requires_grad_() for x in draw(rank, 8, case["dtype"], 2, case["key_heads"])]
     cu_q, cu_k = starts(LENGTHS_Q), starts(LENGTHS_K, torch.int64)
     call = {"is_causal": case["is_causal"], "enable_gqa": True, "return_lse": True, **server.ask}
-    out, lse = boltzattn.attention(*tensors, **call, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    out, lse = boltzattn.attention_varlen(*tensors, cu_q, cu_k, **call)
     assert out.shape == (sum(LENGTHS_Q), 2, 8)
     assert lse.shape == (2, sum(LENGTHS_Q))
     grads_of = [torch.randn_like(out)]
@@ -96,7 +96,7 @@ def test_every_method_keeps_the_rule_in_its_sequence() -> None:
     cu_q, cu_k = starts(LENGTHS_Q), starts(LENGTHS_K)
     rows_q, rows_k = sequences(cu_q, cu_k)[3]
     for server in servers(facts()):
-        packed = boltzattn.attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **server.ask)
+        packed = boltzattn.attention_varlen(q, k, v, cu_q, cu_k, **server.ask)
         one = [
             x[rows].transpose(0, 1)
             for x, rows in zip((q, k, v), (rows_q, rows_k, rows_k), strict=False)
@@ -113,7 +113,7 @@ def test_double_backward() -> None:
     ]
 
     def call(*tensors: Tensor) -> Tensor:
-        return boltzattn.attention(*tensors, cu_seqlens_q=cu, cu_seqlens_k=cu)
+        return boltzattn.attention_varlen(*tensors, cu, cu)
 
     assert torch.autograd.gradcheck(call, tensors)
     assert torch.autograd.gradgradcheck(call, tensors)
@@ -124,7 +124,7 @@ def test_compiles_whole() -> None:
     tensors = [x.requires_grad_() for x in draw(1, 8, torch.float32)]
 
     def call(*tensors: Tensor) -> Tensor:
-        return boltzattn.attention(*tensors, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        return boltzattn.attention_varlen(*tensors, cu_q, cu_k)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     out, plain = compiled(*tensors), call(*tensors)
@@ -140,25 +140,27 @@ def test_one_operator_whatever_the_sequences(is_causal: bool, dtype: torch.dtype
     cu = starts([5, 3000, 0, 20, 2500])
     q, k, v = (torch.randn(5525, 1, width, dtype=dtype) for width in (1, 1, 4))
     call = {"is_causal": is_causal, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
-    assert boltzattn.explain(q, k, v, **call).startswith("packed, 5 sequences, 2 plans")
+    assert boltzattn.explain(q, k, v, **call).startswith("varlen, 5 sequences, 2 plans")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        boltzattn.attention(q, k, v, **call)
+        boltzattn.attention_varlen(q, k, v, **call)
     ran = [event.name for event in profile.events() if event.name.startswith("boltzattn::cpu_")]
-    assert ran == ["boltzattn::cpu_packed_forward"]
+    assert ran == ["boltzattn::cpu_varlen_forward"]
 
 
 def test_explain_counts_the_plans() -> None:
     cu_q, cu_k = starts([10, 4000, 0, 30, 5000]), starts([20, 4000, 0, 3, 5000])
     q, k = torch.randn(9040, 2, 1), torch.randn(9023, 2, 1)
     said = boltzattn.explain(q, k, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k).splitlines()
-    assert said[0] == "packed, 5 sequences, 2 plans"
-    at = [said.index(f"{count} sequences, the longest of them:") for count in (3, 2)]
+    assert said[0] == "varlen, 5 sequences, 2 plans"
+    at = [said.index(f"{count} sequences; for the longest of them:") for count in (3, 2)]
     assert [said[i + 1] for i in at] == [
         "method direct, backend cpu",
         "method transform, backend cpu",
     ]
     assert "2 heads, n_q 10, n_k 20, rank 1" in said[at[0] + 2]
     assert "2 heads, n_q 5000, n_k 5000, rank 1" in said[at[1] + 2]
+    with pytest.raises(ValueError, match="attn_mask must not be given here: attention_varlen"):
+        boltzattn.explain(q, k, k, torch.zeros(1), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     with pytest.raises(ValueError, match="cu_seqlens_k must have as many entries"):
         boltzattn.explain(q, k, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k[:-1])
 
@@ -170,7 +172,7 @@ def test_threads_do_not_matter() -> None:
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append(boltzattn.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu))
+        results.append(boltzattn.attention_varlen(q, k, v, cu, cu))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
@@ -191,7 +193,7 @@ def test_no_padding_work() -> None:
             times.append(time.perf_counter() - begin)
         return min(times)
 
-    packed = best(lambda: boltzattn.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu))
+    packed = best(lambda: boltzattn.attention_varlen(q, k, v, cu, cu))
     alone = best(lambda: boltzattn.attention(*long_one))
     # 1.03 times the pairs; the rest is the cost of a thousand small calls. Padded: 1001 times.
     assert packed < 20 * alone
@@ -205,9 +207,6 @@ def test_no_padding_work() -> None:
         ({"cu_seqlens_q": torch.tensor([0, 2, 6])}, "cu_seqlens_k must have as many entries"),
         ({"cu_seqlens_q": torch.tensor([0, 7])}, "cu_seqlens_q must rise from 0 to the number"),
         ({"cu_seqlens_k": torch.tensor([1, 6])}, "cu_seqlens_k must rise from 0 to the number"),
-        ({"dropout_p": 0.5}, "dropout_p must not be given together with cu_seqlens"),
-        ({"key_padding_mask": torch.zeros(6)}, "key_padding_mask must not be given together"),
-        ({"attn_mask": torch.zeros(6, 6)}, "attn_mask must not be given together"),
         ({"query": torch.randn(6, 1)}, r"query must be \[total, heads, width\]"),
     ],
 )
@@ -215,7 +214,7 @@ def test_refuses(change: dict, message: str) -> None:
     call = {name: torch.randn(6, 2, 1) for name in ("query", "key", "value")}
     call |= {name: torch.tensor([0, 6]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     with pytest.raises((ValueError, TypeError), match=message):
-        boltzattn.attention(**{**call, **change})
+        boltzattn.attention_varlen(**{**call, **change})
 
 
 @pytest.mark.parametrize("rank", [1, 2])

@@ -16,22 +16,22 @@ import boltzattn
 import numpy as np
 import pytest
 import torch
-from boltzattn.dispatch.backends import extension
+from boltzattn.dispatch.extension import extension
+from boltzattn.problem import Problem
+from boltzattn.transform.tolerances import TOLERANCE
 from torch import Tensor
 
 extension()  # the report is an op of the compiled module
 
-# What a served head is held to, relative to max|value|: csrc/cpu/transform.h, tolerance_of.
-TOLERANCE = {
-    torch.float64: 1e-10,
-    torch.float32: 5e-6,
-    torch.bfloat16: 4 / 256,
-    torch.float16: 4 / 2048,
-}
 SIZES = (1, 2, 3, 17, 129, 700, 3000)
 PRODUCTS = [10.0**e for e in range(-3, 6)]  # B = max|t| (max s - min s)
 HEADS = 2 * len(PRODUCTS)  # queries evenly spread, and over six decades
 QUERIES = 40
+
+
+def _report(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    problem = Problem(query, key, value, None, None, None, scale, 0.0, False)
+    return torch.ops.boltzattn.cpu_transform_report(*problem)
 
 
 def _uniform(*shape: int) -> Tensor:
@@ -151,7 +151,7 @@ def measure(dtype: torch.dtype, family: str) -> list[Case]:
         drawn = {name: value for name, value in drawn.items() if value.isfinite().all()}
         truth = exact(query, key, torch.cat(list(drawn.values()), dim=-1)).split(2, dim=-1)
         for (name, value), expected in zip(drawn.items(), truth, strict=True):
-            report = torch.ops.boltzattn.cpu_transform_report(query, key, value, None, 1.0)
+            report = _report(query, key, value, 1.0)
             out = boltzattn.attention(
                 query, key, value, scale=1.0, method="transform", backend="cpu"
             )
@@ -224,7 +224,7 @@ def test_bitwise_equal(heads: int, dtype: torch.dtype) -> None:
             *leaves, scale=8.0, method="transform", backend="cpu", return_lse=True
         )
         gradients = torch.autograd.grad((out, lse), leaves, (grad_out, grad_lse.to(lse.dtype)))
-        report = torch.ops.boltzattn.cpu_transform_report(*tensors, None, 8.0)
+        report = _report(*tensors, 8.0)
         assert (report[:, 0] == 1).all()
         return [out.detach(), lse.detach(), *gradients, report]
 
@@ -253,7 +253,7 @@ def test_four_million_keys(product: float, family: str, dtype: torch.dtype) -> N
     limit = torch.finfo(dtype).max / 1.1
     query = spread_queries(torch.tensor([min(product, limit)], dtype=torch.float64), 1000)
     query = query.reshape(1, -1, 1).to(dtype)
-    report = torch.ops.boltzattn.cpu_transform_report(query, key, value, None, 1.0)[0]
+    report = _report(query, key, value, 1.0)[0]
     out = boltzattn.attention(query, key, value, scale=1.0, method="transform", backend="cpu")
 
     sums = torch.zeros(distinct, 3, dtype=torch.float64)

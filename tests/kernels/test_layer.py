@@ -6,6 +6,8 @@ import pytest
 import torch
 from boltzattn.dispatch import plan
 from boltzattn.ops import layer
+from boltzattn.ops.layer import project
+from boltzattn.problem import LayerProblem
 
 
 def problem(dtype, lead=(2,), n=300, d=24, heads=3, dv=8, d_out=20, biased=True, seed=0):
@@ -167,13 +169,14 @@ def test_compiles(monkeypatch):
 
 def test_operators_are_sound():
     t = problem(torch.float64, n=40)
-    numbers, extents = torch.ops.boltzattn.project(t["x"], torch.cat((t["w_q"], t["w_k"])), None)
+    numbers, extents = project(t["x"], torch.cat((t["w_q"], t["w_k"])), None, "auto")
     query, key = numbers.unsqueeze(-1).split(3, 1)
     weight = t["w_o"].unflatten(1, (3, -1)).transpose(0, 1) @ t["w_v"].unflatten(0, (3, -1))
-    call = (query, key, t["x"], weight, None, t["b_o"], None, extents, 1.0, "cpu")
-    torch.library.opcheck(torch.ops.boltzattn.layer_forward.default, call)
+    call = (query, key, t["x"], weight, None, t["b_o"], None, extents, 1.0, "auto", "cpu")
+    torch.library.opcheck(torch.ops.boltzattn.layer.default, call)
     torch.library.opcheck(
-        torch.ops.boltzattn.project.default, (t["x"].clone().requires_grad_(), t["w_q"], t["b_q"])
+        torch.ops.boltzattn.project.default,
+        (t["x"].clone().requires_grad_(), t["w_q"], t["b_q"], "auto"),
     )
 
 
@@ -183,7 +186,7 @@ def test_operators_are_sound():
 def test_projection_and_extents(dtype, n, d):
     g = torch.Generator().manual_seed(n + d)
     x, weight, bias = (torch.randn(*s, generator=g).to(dtype) for s in ((2, n, d), (3, d), (3,)))
-    numbers, extents = torch.ops.boltzattn.project(x, weight, bias)
+    numbers, extents = project(x, weight, bias, "auto")
     exact = (x.double() @ weight.double().mT + bias.double()).mT
     assert errors.largest(numbers.double() - exact) <= TOLERANCE[dtype] * errors.largest(exact)
     low, high = numbers.double().amin(-1), numbers.double().amax(-1)
@@ -198,15 +201,14 @@ def test_projection_and_extents(dtype, n, d):
 def test_projection_marks_what_is_not_finite():
     x = torch.ones(1, 70, 2)
     x[0, 69, 0] = torch.nan
-    _, extents = torch.ops.boltzattn.project(x, torch.tensor([[1.0, 0.0], [1.0, 1.0]]), None)
+    _, extents = project(x, torch.tensor([[1.0, 0.0], [1.0, 1.0]]), None, "auto")
     assert extents[0, :, 5].tolist() == [0.0, 0.0]
 
 
 def test_it_is_taken_where_it_pays():
     def taken(n, d, dv, heads=1):
-        t = problem(torch.float32, (), 1, d, heads, dv, d, biased=False)
-        x = torch.empty(n, d)
-        return plan.projects_at_nodes(x, t["w_q"], t["w_v"], t["w_o"], heads, "auto", "auto")
+        shape = plan.LayerShape(1, heads, n, d, dv, d, True)
+        return plan.projects_at_nodes("cpu", torch.float32, *shape, "auto", "auto")
 
     assert taken(65_536, 256, 256)
     assert taken(16_384, 512, 64, heads=8)
@@ -234,7 +236,7 @@ def test_a_third_derivative_is_refused(monkeypatch):
     out = boltzattn.self_attention(**leaves, num_heads=3).square().sum()
     (first,) = torch.autograd.grad(out, leaves["x"], create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), leaves["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match="two derivatives"):
+    with pytest.raises(RuntimeError, match="differentiated twice"):
         torch.autograd.grad(second.sum(), leaves["x"])
 
 
@@ -248,5 +250,7 @@ def test_project_first_is_the_plain_layer(monkeypatch):
     outward = t["w_o"].unflatten(1, (3, -1)).transpose(0, 1)
     weight = outward @ t["w_v"].unflatten(0, (3, -1))
     bias = (outward @ t["b_v"].unflatten(0, (3, -1))[..., None]).squeeze(-1)
-    ours = layer.project_first(query, key, t["x"], weight, bias, t["b_o"], None, 1.0)
+    ours = layer.project_first(
+        LayerProblem(query, key, t["x"], weight, bias, t["b_o"], None, None, 1.0)
+    )
     torch.testing.assert_close(ours, plain)

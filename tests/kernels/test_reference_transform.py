@@ -11,6 +11,7 @@ from typing import Any
 import boltzattn
 import pytest
 import torch
+from boltzattn.problem import Gradients, OutputGradients, Problem
 from boltzattn.reference import direct as reference
 from boltzattn.reference import transform as rt
 from check import assert_attention
@@ -67,12 +68,17 @@ def _problem(family: str, product: float, n: int = N, dv: int = DV) -> dict[str,
 
 def _double_backwards(p: dict[str, Tensor], key_mask: Tensor | None = None) -> tuple[tuple, tuple]:
     """Double backward of the transform and of the direct method."""
-    grads = p["to_query"], p["to_key"], p["to_value"]
-    tensors = [p[name] for name in ("grad_out", "grad_lse", "query", "key", "value")]
-    return (
-        rt.transform_double_backward(grads, *tensors, key_mask, SCALE),
-        reference.direct_double_backward(grads, *tensors, None, key_mask, None, SCALE, 0.0, False),
+    directions = Gradients(p["to_query"], p["to_key"], p["to_value"])
+    grads = OutputGradients(p["grad_out"], p["grad_lse"])
+    problem = _of(p["query"], p["key"], p["value"], key_mask)
+    ours, theirs = (
+        method.double_backward(directions, grads, problem) for method in (rt, reference)
     )
+    return (*ours[0], *ours[1]), (*theirs[0], *theirs[1])
+
+
+def _of(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Problem:
+    return Problem(query, key, value, None, key_mask, None, SCALE, 0.0, False)
 
 
 def _assert_same(actual: tuple, expected: tuple, relative: float) -> None:
@@ -129,15 +135,16 @@ def test_what_it_cannot_do_is_done_directly(case: str) -> None:
         p["query"] *= 1e8
     else:
         p["value"] *= 1e300
-    tensors = [p[name] for name in ("query", "key", "value")]
-    options = (None, mask, None, SCALE, 0.0, False)
-    expected = reference.direct_forward(*tensors, *options)
-    actual = rt.transform_forward(*tensors, *options)
-    incoming = p["grad_out"], p["grad_lse"]
-    actual += rt.transform_backward(*incoming, *tensors, *actual, *options)
-    expected += reference.direct_backward(*incoming, *tensors, *expected, *options)
+    problem = _of(p["query"], p["key"], p["value"], mask)
+    incoming = OutputGradients(p["grad_out"], p["grad_lse"])
+
+    def both_passes(method: Any) -> tuple[Tensor, ...]:
+        saved = method.forward(problem)
+        return (*saved, *method.backward(incoming, saved, problem))
+
     doubles = _double_backwards(p, mask)
-    for ours, theirs in zip(actual + doubles[0], expected + doubles[1], strict=True):
+    actual = both_passes(rt) + doubles[0]
+    for ours, theirs in zip(actual, both_passes(reference) + doubles[1], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0, equal_nan=True)
 
 
@@ -145,34 +152,25 @@ def test_what_it_cannot_do_is_done_directly(case: str) -> None:
 def test_nothing_to_attend_to(n_q: int, n_k: int, masked: bool) -> None:
     query, key = torch.randn(2, n_q, 1), torch.randn(2, n_k, 1)
     value, mask = torch.randn(2, n_k, 3), torch.ones(2, n_k, dtype=torch.bool) if masked else None
-    options = (None, mask, None, SCALE, 0.0, False)
-    out, lse = rt.transform_forward(query, key, value, *options)
+    problem = _of(query, key, value, mask)
+    out, lse = saved = rt.forward(problem)
     assert torch.equal(out, torch.zeros(2, n_q, 3))
     assert torch.equal(lse, torch.full((2, n_q), -math.inf, dtype=torch.float64))
     grad_lse = torch.randn(2, n_q)
-    grads = rt.transform_backward(
-        torch.ones_like(out), grad_lse, query, key, value, out, lse, *options
-    )
-    second = rt.transform_double_backward(grads, out, grad_lse, query, key, value, mask, SCALE)
+    grads = rt.backward(OutputGradients(torch.ones_like(out), grad_lse), saved, problem)
+    second = rt.double_backward(grads, OutputGradients(out, grad_lse), problem)
     inputs = (query, key, value, out, grad_lse, query, key, value)
-    for grad, x in zip(grads + second, inputs, strict=True):
+    for grad, x in zip((*grads, *second[0], *second[1]), inputs, strict=True):
         assert torch.equal(grad, torch.zeros_like(x))
 
 
 def test_zero_queries_have_exact_gradients() -> None:
     """At t = 0 keys do not matter: their gradient is zero, not rounding."""
     p = _problem("gauss", 0.0)
-    tensors = [p[name] for name in ("query", "key", "value")]
-    options = (None, None, None, SCALE, 0.0, False)
-    out, lse = rt.transform_forward(*tensors, *options)
-    _, grad_key, _ = rt.transform_backward(p["grad_out"], None, *tensors, out, lse, *options)
+    problem = _of(p["query"], p["key"], p["value"])
+    grads = OutputGradients(p["grad_out"], None)
+    _, grad_key, _ = rt.backward(grads, rt.forward(problem), problem)
     assert torch.equal(grad_key, torch.zeros_like(grad_key))
-
-
-def test_masks_it_has_no_meaning_for_are_refused() -> None:
-    x = torch.randn(1, 4, 1)
-    with pytest.raises(ValueError, match="is_causal"):
-        rt.transform_forward(x, x, x, None, None, None, SCALE, 0.0, True)
 
 
 def _leaves(temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,10 +207,10 @@ def test_gradgradcheck_with_masked_keys(backend: str) -> None:
 
 def test_the_plan_decides_on_double_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    double_backward = rt.transform_double_backward
+    double_backward = rt.double_backward
     monkeypatch.setattr(
         rt,
-        "transform_double_backward",
+        "double_backward",
         lambda *args: calls.append(1) or double_backward(*args),
     )
     for method, expected in (("direct", 0), ("transform", 1)):
@@ -233,16 +231,19 @@ def test_auto_on_the_reference_waits_for_long_sequences() -> None:
 _DOUBLE_BACKWARD_AT = """
 import resource, sys, time
 import torch
+from boltzattn.problem import Gradients, OutputGradients, Problem
 from boltzattn.reference import transform as rt
 
 n, dv = int(sys.argv[1]), int(sys.argv[2])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 torch.manual_seed(0)
 draw = lambda *shape: torch.randn(1, *shape, dtype=torch.float64)
-tensors = draw(n, dv), draw(n), 10 * draw(n, 1), draw(n, 1), draw(n, dv)
-grads = draw(n, 1), draw(n, 1), draw(n, dv)
+grads = OutputGradients(draw(n, dv), draw(n))
+tensors = 10 * draw(n, 1), draw(n, 1), draw(n, dv)
+directions = Gradients(draw(n, 1), draw(n, 1), draw(n, dv))
+problem = Problem(*tensors, None, None, None, 1.0, 0.0, False)
 before, start = peak(), time.perf_counter()
-rt.transform_double_backward(grads, *tensors, None, 1.0)
+rt.double_backward(directions, grads, problem)
 print(peak() - before, time.perf_counter() - start)
 """
 

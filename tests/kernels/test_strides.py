@@ -165,7 +165,7 @@ def test_leading_dimensions_broadcast(
     assert actual.lse.shape == (*lead, query[-2])
 
 
-@pytest.mark.parametrize("server", servers(facts(rank=3, attn_mask=True, key_bias=True)), ids=str)
+@pytest.mark.parametrize("server", servers(facts(rank=3, attn_mask=True)), ids=str)
 @pytest.mark.parametrize(("heads", "key_heads"), [(6, 6), (6, 3), (6, 1), (4, 2)])
 @pytest.mark.parametrize("kind", ["plain", "causal", "masks"])
 def test_grouped_heads(heads: int, key_heads: int, kind: str, server: Server) -> None:

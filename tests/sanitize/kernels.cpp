@@ -436,13 +436,13 @@ void run_layer(const Kernels& kernels, int64_t n) {
 }
 
 // Sequences of different lengths end to end, some of them empty.
-void run_packed(const Kernels& kernels, bool is_causal) {
+void run_varlen(const Kernels& kernels, bool is_causal) {
   threads = one_of<int64_t>({1, 3});
   const int64_t heads = one_of<int64_t>({1, 3}), dv = one_of<int64_t>({1, 8, 17, 64});
   const bool halved = is_causal && below(2);  // such calls accumulate in out: no narrow dtypes
   const DType dtype = kDTypes[below(halved ? 2 : 4)];
   const int64_t rank = is_causal && !halved ? 3 : 1;
-  now_running = std::string(kernels.name) + (is_causal ? " packed, causal" : " packed");
+  now_running = std::string(kernels.name) + (is_causal ? " varlen, causal" : " varlen");
   std::vector<Sequence> sequences;
   int64_t n_q = 0, n_k = 0;
   for (int64_t i = 0; i < 7; ++i) {
@@ -471,7 +471,7 @@ void run_packed(const Kernels& kernels, bool is_causal) {
   call.value = value.matrix();
   call.out = out.matrix();
   call.lse = lse.matrix();
-  kernels.packed_forward(call, sequences.data(), int64_t(sequences.size()));
+  kernels.varlen_forward(call, sequences.data(), int64_t(sequences.size()));
   out.expect_finite(heads, n_q, dv);
 
   Tensor grad_query(heads, n_q, rank, dtype, writable_layout());
@@ -485,7 +485,7 @@ void run_packed(const Kernels& kernels, bool is_causal) {
   gradient.grad_query = grad_query.matrix();
   gradient.grad_key = grad_key.matrix();
   gradient.grad_value = grad_value.matrix();
-  kernels.packed_backward(gradient, sequences.data(), int64_t(sequences.size()));
+  kernels.varlen_backward(gradient, sequences.data(), int64_t(sequences.size()));
   if (halved) return;  // the caller puts these gradients together
   grad_query.expect_finite(heads, n_q, rank);
   grad_key.expect_finite(heads, n_k, rank);
@@ -597,13 +597,13 @@ void run_stages(const Kernels& kernels, int64_t n, double scale) {
       kernels.stage_sizes(machine->g, shared.get(), same);
       if (same[0] != sizes[0] || same[1] != sizes[1]) fail("machines differ in their sizes");
       Numbers own(sizes[0]);
-      kernels.stage_sum_keys(machine->g, shared.get(), machine->extents.data(), own.data.get());
+      kernels.stage_moments(machine->g, shared.get(), machine->extents.data(), own.data.get());
       for (int64_t i = 0; i < sizes[0]; ++i) sums.data[size_t(i)] += own.data[size_t(i)];
     }
     all_served = 1;
     for (auto& machine : machines) {
       std::unique_ptr<bool[]> served(new bool[size_t(heads)]);
-      kernels.stage_forward(machine->g, shared.get(), sums.data.get(), served.get());
+      kernels.stage_evaluate(machine->g, shared.get(), sums.data.get(), served.get());
       for (int64_t h = 0; h < heads; ++h) {
         all_served &= served[size_t(h)];
         if (machine == machines.back() && !served[size_t(h)]) ++shared[size_t(h)].level;
@@ -612,11 +612,11 @@ void run_stages(const Kernels& kernels, int64_t n, double scale) {
     if (!all_served) continue;
     for (auto& machine : machines) {
       Numbers own(sizes[1]);
-      kernels.stage_sum_queries(machine->g, shared.get(), sums.data.get(), own.data.get());
+      kernels.stage_query_moments(machine->g, shared.get(), sums.data.get(), own.data.get());
       for (int64_t i = 0; i < sizes[1]; ++i) query_sums.data[size_t(i)] += own.data[size_t(i)];
     }
     for (auto& machine : machines) {
-      kernels.stage_key_gradients(machine->g, shared.get(), sums.data.get(), query_sums.data.get());
+      kernels.stage_adjoint(machine->g, shared.get(), sums.data.get(), query_sums.data.get());
       if (spoiled) continue;
       machine->out.expect_finite(heads, machine->n_q, dv);
       if (std::fabs(scale) > 100) continue;  // gradients may overflow
@@ -631,7 +631,7 @@ void run_kernels(const Kernels& kernels) {
   int calls = 0;
   for (int64_t n : {1, 2, 63, 65, 257, 600})
     for (int repeat = 0; repeat < 3; ++repeat, ++calls) run_layer(kernels, n);
-  for (int repeat = 0; repeat < 20; ++repeat, ++calls) run_packed(kernels, repeat % 2);
+  for (int repeat = 0; repeat < 20; ++repeat, ++calls) run_varlen(kernels, repeat % 2);
   for (int64_t n : {1, 2, 65, 600, 4097})
     for (double scale : {0.0, -1.0, 30.0, 1e4}) {
       run_stages(kernels, n, scale);

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import boltzattn
 import torch
-from boltzattn.dispatch.backends import Request, extension, method_why_not
+from boltzattn.dispatch.backends import Request, operation_of, why_not
+from boltzattn.dispatch.extension import extension
 from torch import Tensor
 
 
@@ -48,11 +49,10 @@ def facts(
 def servers(request: Request) -> list[Server]:
     """Every (method, backend) that says it can serve the request."""
     return [
-        Server(method, backend.name)
+        Server(method, backend)
         for method in boltzattn.METHODS
-        if not method_why_not(request, method)
-        for backend in boltzattn.BACKENDS.values()
-        if not backend.why_not(request, method)
+        for backend in boltzattn.BACKENDS
+        if not why_not(request, operation_of(method, request.is_causal), backend)
     ]
 
 
@@ -68,7 +68,6 @@ def servers_of(
 ) -> list[Server]:
     """Every (method, backend) for a call at hand, where it is drawn inside a test."""
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
-    key_bias = key_padding_mask is not None and key_padding_mask.dtype != torch.bool
     return servers(
         facts(
             query.device.type,
@@ -80,7 +79,6 @@ def servers_of(
             dv=value.shape[-1],
             is_causal=is_causal,
             attn_mask=attn_mask is not None,
-            key_bias=key_bias,
             dropout=dropout_p > 0.0,
         )
     )

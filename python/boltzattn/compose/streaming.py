@@ -15,17 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boltzattn.dispatch.backends import DTYPES
-from boltzattn.reference.direct import accumulate_dtype
-from boltzattn.transform.layout import (
-    KEY_STRIP,
+from boltzattn.problem import DTYPES, accumulate_dtype
+from boltzattn.transform.layout import KEY_STRIP, Axis, lagrange_weights, make_axis
+from boltzattn.transform.tolerances import (
     LARGEST_PRODUCT,
     LEAST_NODES,
     MOST_NODES,
     NODE_STEP,
-    Axis,
-    lagrange_weights,
-    make_axis,
+    PRECISION,
 )
 
 LEAF = 512  # tokens that are kept as they are until they become a block
@@ -50,8 +47,8 @@ class StreamingAttention:
     differ by more than `logit_bound`; beyond that `query` raises.
 
     Args:
-        heads: the leading shape, a number of heads or `(batch, heads)`.
-        dv: width of the values.
+        num_heads: the leading shape, a number of heads or `(batch, num_heads)`.
+        head_dim: width of the values.
         scale: factor on the logits; default 1, as in `attention` at rank 1.
         logit_bound: largest difference of two logits that can be served; the state grows with its
             logarithm.
@@ -59,7 +56,7 @@ class StreamingAttention:
         device: where the state lives.
 
     Example:
-        >>> stream = boltzattn.StreamingAttention(heads=2, dv=3)
+        >>> stream = boltzattn.StreamingAttention(num_heads=2, head_dim=3)
         >>> k, v, q = torch.randn(2, 5000, 1), torch.randn(2, 5000, 3), torch.randn(2, 4, 1)
         >>> stream.append(k[:, :4000], v[:, :4000])
         >>> stream.append(k[:, 4000:], v[:, 4000:])
@@ -69,19 +66,21 @@ class StreamingAttention:
 
     def __init__(
         self,
-        heads: int | tuple[int, ...],
-        dv: int,
+        num_heads: int | tuple[int, ...],
+        head_dim: int,
         *,
         scale: float = 1.0,
         logit_bound: float = 1e5,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        lead = (heads,) if isinstance(heads, int) else tuple(heads)
+        lead = (num_heads,) if isinstance(num_heads, int) else tuple(num_heads)
         if not all(isinstance(size, int) and size > 0 for size in lead):
-            raise ValueError(f"heads must be a positive number or a tuple of them, got {heads!r}")
-        if dv < 1:
-            raise ValueError(f"dv must be at least 1, got {dv}")
+            raise ValueError(
+                f"num_heads must be a positive number or a tuple of them, got {num_heads!r}"
+            )
+        if head_dim < 1:
+            raise ValueError(f"head_dim must be at least 1, got {head_dim}")
         if not math.isfinite(scale):
             raise ValueError(f"scale must be a finite number, got {scale}")
         if not 0 < logit_bound <= LARGEST_PRODUCT:
@@ -90,19 +89,21 @@ class StreamingAttention:
             )
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
-        self.lead, self.dv, self.scale, self.dtype = lead, dv, float(scale), dtype
+        self.lead, self.head_dim, self.scale, self.dtype = lead, head_dim, float(scale), dtype
         self.logit_bound = float(logit_bound)
         self.device = torch.device(device)
-        self._axis = _key_axis(self.logit_bound, 1e-16 if dtype == torch.float64 else 1e-8)
+        self._axis = _key_axis(
+            self.logit_bound, 1e-16 if dtype == torch.float64 else PRECISION[torch.float32]
+        )
         self._positions = self._axis.positions(self.device).tanh()
         self._edge = math.tanh(-self._axis.origin)
         self._blocks: list[_Block] = []  # oldest and largest first
         # [i]: block i, and blocks 0 .. i as one; made when asked for.
         self._running: list[tuple[_Block, _Block]] = []
-        heads_ = math.prod(lead)
-        self._tail = torch.empty(heads_, LEAF, dv + 2, dtype=torch.float64, device=self.device)
+        heads = math.prod(lead)
+        self._tail = torch.empty(heads, LEAF, head_dim + 2, dtype=torch.float64, device=self.device)
         self._tail_count = 0
-        self._low = torch.full((heads_,), math.inf, dtype=torch.float64, device=self.device)
+        self._low = torch.full((heads,), math.inf, dtype=torch.float64, device=self.device)
         self._high = -self._low
         self._count = 0
 
@@ -119,15 +120,15 @@ class StreamingAttention:
 
     @torch.no_grad()
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Take in keys `[*heads, n, 1]` and values `[*heads, n, dv]`; any n, also 1.
+        """Take in keys `[*num_heads, n, 1]` and values `[*num_heads, n, head_dim]`; any n, also 1.
 
         They are not kept, and no gradient flows to them.
         """
         n = key.shape[-2] if isinstance(key, Tensor) and key.ndim >= 2 else 0
         self._check("key", key, (*self.lead, n, 1))
-        self._check("value", value, (*self.lead, n, self.dv))
+        self._check("value", value, (*self.lead, n, self.head_dim))
         rows = torch.cat([key, value, torch.ones_like(key)], -1).double()
-        rows = rows.reshape(math.prod(self.lead), n, self.dv + 2)
+        rows = rows.reshape(math.prod(self.lead), n, self.head_dim + 2)
         if not bool(rows.isfinite().all()):
             raise ValueError(
                 "key and value must be finite: a stream cannot take back what was appended"
@@ -209,15 +210,15 @@ class StreamingAttention:
 
     @torch.no_grad()
     def query(self, query: Tensor, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of queries `[*heads, n_q, 1]` to everything appended: `[*heads, n_q, dv]`.
+        """Attention of queries `[*num_heads, n_q, 1]` to all tokens: `[*num_heads, n_q, head_dim]`.
 
         Before the first token: zeros, and lse -inf. With `return_lse` also the log-sum-exp
-        `[*heads, n_q]`, fp64 for fp64 and fp32 else, for `boltzattn.merge`.
+        `[*num_heads, n_q]`, fp64 for fp64 and fp32 else, for `boltzattn.merge`.
         """
         n = query.shape[-2] if isinstance(query, Tensor) and query.ndim >= 2 else 0
         self._check("query", query, (*self.lead, n, 1))
         t = query.double().reshape(math.prod(self.lead), n) * self.scale
-        out = t.new_zeros(*t.shape, self.dv)
+        out = t.new_zeros(*t.shape, self.head_dim)
         lse = torch.full_like(t, -math.inf)
         if self._count > 0 and n > 0:
             largest = float((t.abs().amax(1) * (self._high - self._low)).max())
@@ -238,7 +239,7 @@ class StreamingAttention:
             for first in range(0, n, step):
                 rows = slice(first, first + step)
                 out[:, rows], lse[:, rows] = self._attend(t[:, rows], sources)
-        out = out.reshape(*self.lead, n, self.dv).to(self.dtype)
+        out = out.reshape(*self.lead, n, self.head_dim).to(self.dtype)
         if not return_lse:
             return out
         return out, lse.reshape(*self.lead, n).to(accumulate_dtype(self.dtype))
@@ -254,8 +255,8 @@ class StreamingAttention:
             total = part if total is None else total + part
         assert total is not None
         top = torch.where(t > 0, self._high[:, None], self._low[:, None])
-        z = total[..., self.dv]
-        return total[..., : self.dv] / z[..., None], z.log() + t * top
+        z = total[..., self.head_dim]
+        return total[..., : self.head_dim] / z[..., None], z.log() + t * top
 
     def merge(self, other: StreamingAttention) -> None:
         """Take in all that another stream has taken in; that one stays as it is."""
@@ -273,8 +274,8 @@ class StreamingAttention:
 
     def _settings(self) -> dict[str, Any]:
         return {
-            "heads": self.lead,
-            "dv": self.dv,
+            "num_heads": self.lead,
+            "head_dim": self.head_dim,
             "scale": self.scale,
             "logit_bound": self.logit_bound,
             "dtype": self.dtype,
@@ -315,9 +316,10 @@ class StreamingAttention:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.shape != shape:
-            width = "dv" if name == "value" else "1"
+            width = "head_dim" if name == "value" else "1"
             raise ValueError(
-                f"{name} must have shape [*heads, n, {width}] = {list(shape)}, got {list(x.shape)}"
+                f"{name} must have shape [*num_heads, n, {width}] = {list(shape)}, "
+                f"got {list(x.shape)}"
             )
         if x.dtype != self.dtype or x.device != self.device:
             raise ValueError(

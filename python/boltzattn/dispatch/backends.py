@@ -1,34 +1,38 @@
-"""What each backend can do, why it cannot do the rest, and which one serves a call."""
+"""The table of backends and operations: who can serve a request, why not, and with which kernels.
+
+Dispatch, `explain`, `info`, error messages, the feature table of docs/support.md and the parameters
+of the tests all follow from BACKENDS and OPERATIONS.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import logging
+import math
 import os
-import threading
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from boltzattn.reference import direct as reference
+from boltzattn.compose import causal
+from boltzattn.dispatch import native
+from boltzattn.dispatch.extension import cpu_unavailable, cuda_unavailable
+from boltzattn.problem import DTYPES, Kernels, LayerKernels, Problem
+from boltzattn.reference import direct as reference_direct
 from boltzattn.reference import transform as reference_transform
+from boltzattn.transform.stages import Stages
 
 METHODS = ("direct", "transform")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _log = logging.getLogger("boltzattn")
 
 
 class Request(NamedTuple):
-    """The facts of a call that decide who can serve it: a key of caches, so it hashes fast."""
+    """The facts of a problem that decide who can serve it; hashable, so that choices are cached."""
 
     device: str
     dtype: torch.dtype
@@ -39,82 +43,95 @@ class Request(NamedTuple):
     dv: int
     is_causal: bool = False
     attn_mask: bool = False
-    key_bias: bool = False
     dropout: bool = False
-    mask_gradient: bool = False
 
-
-@lru_cache(maxsize=1)
-def extension() -> ModuleType | str:
-    """The compiled module `_C`, or the reason why it cannot be loaded (warned of once)."""
-    try:
-        return importlib.import_module("boltzattn._C")
-    except ImportError as error:
-        reason = f"the extension boltzattn._C is not usable ({error})"
-        warnings.warn(
-            f"boltzattn: {reason}; attention runs on the slow reference backend. To build "
-            "it, install boltzattn again where torch and a C++ compiler are; `pip install -v` "
-            "tells what goes wrong.",
-            RuntimeWarning,
-            stacklevel=2,
+    @classmethod
+    def of(cls, problem: Problem) -> Request:
+        query, value = problem.query, problem.value
+        *lead, n_q, rank = query.shape
+        n_k, dv = value.shape[-2:]
+        return cls(
+            query.device.type,
+            query.dtype,
+            math.prod(lead),
+            n_q,
+            n_k,
+            rank,
+            dv,
+            problem.is_causal,
+            problem.attn_mask is not None,
+            problem.dropout_p > 0.0,
         )
-        return reason
 
 
-def _extension_missing() -> str | None:
-    loaded = extension()
-    return loaded if isinstance(loaded, str) else None
+# ---- operations ----
 
 
-def _cpu_kernels(method: str) -> tuple[Callable, Callable]:
-    ops = torch.ops.boltzattn
-    return {
-        "direct": (ops.cpu_direct_forward, ops.cpu_direct_backward),
-        "transform": (ops.cpu_transform_forward, ops.cpu_transform_backward),
-    }[method]
+def _anything(request: Request) -> list[str]:
+    return []
 
 
-@lru_cache(maxsize=1)
-def cuda_extension() -> str | None:
-    """Load the compiled library `_C_cuda`; None, or the reason why there is none.
-
-    Under a CPU torch it is not touched. It loads without a GPU or a driver: who then has no CUDA
-    tensors hears so from torch.
-    """
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} was built without CUDA"
-    found = sorted(Path(__file__).parents[1].glob("_C_cuda*.so"))
-    if not found:
-        return (
-            "the extension boltzattn._C_cuda was not built; with a CUDA toolkit at hand: "
-            "BOLTZATTN_CUDA=1 pip install --no-build-isolation ."
-        )
-    try:
-        torch.ops.load_library(str(found[0]))
-    except OSError as error:
-        return f"the extension boltzattn._C_cuda is not usable ({error})"
-    return None
+def _transform_why_not(request: Request) -> list[str]:
+    reasons = []
+    if request.rank != 1:
+        reasons.append(f"transform needs rank 1, got rank {request.rank}")
+    if request.attn_mask:
+        reasons.append("transform takes no attn_mask (it takes key_padding_mask and is_causal)")
+    if request.dropout:
+        reasons.append("transform never forms the weights that dropout_p would drop")
+    return reasons
 
 
-def _cuda_kernels(method: str) -> tuple[Callable, Callable]:
-    ops = torch.ops.boltzattn
-    return {
-        "direct": (ops.cuda_direct_forward, ops.cuda_direct_backward),
-        "transform": (ops.cuda_transform_forward, ops.cuda_transform_backward),
-    }[method]
+class Operation(NamedTuple):
+    """A row of the table: what it computes, and the requests it cannot take on any backend."""
+
+    summary: str
+    why_not: Callable[[Request], list[str]] = _anything
 
 
-def _reference_kernels(method: str) -> tuple[Callable, Callable]:
-    return {
-        "direct": (reference.direct_forward, reference.direct_backward),
-        "transform": (
-            reference_transform.transform_forward,
-            reference_transform.transform_backward,
-        ),
-    }[method]
+OPERATIONS = {
+    "direct": Operation("attention over all pairs, any rank"),
+    "transform": Operation("rank-1 attention in linear time", _transform_why_not),
+    "causal": Operation("the transform with `is_causal`", _transform_why_not),
+    "varlen": Operation("all sequences of `attention_varlen` in one kernel"),
+    "layer": Operation("`self_attention` projected at the nodes", _transform_why_not),
+    "project": Operation("rank-1 queries and keys of a layer in one pass"),
+    "stages": Operation("the transform in stages, for `distributed`", _transform_why_not),
+}
 
 
-def _triton_missing() -> str | None:
+def operation_of(method: str, is_causal: bool) -> str:
+    """The operation by which a method serves attention."""
+    return "causal" if method == "transform" and is_causal else method
+
+
+# ---- backends ----
+
+
+class Implementation(NamedTuple):
+    """A cell of the table: the kernels, loaded when first needed, and what they take."""
+
+    load: Callable[[], Any]
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    largest_rank: int | None = None
+
+
+def _triton_module(name: str) -> Any:
+    return importlib.import_module(f"boltzattn.triton_kernels.{name}")
+
+
+def _triton(name: str, kind: type) -> Any:
+    module = _triton_module(name)
+    return kind(getattr(module, f"{name}_forward"), getattr(module, f"{name}_backward"))
+
+
+def _composed_causal(operations: dict[str, Implementation]) -> Implementation:
+    """Causal attention from a backend's own direct and transform kernels."""
+    direct, transform = operations["direct"], operations["transform"]
+    return transform._replace(load=lambda: causal.kernels(direct.load(), transform.load()))
+
+
+def _triton_unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not torch.cuda.is_available() and not _interpreter():
@@ -127,53 +144,48 @@ def _interpreter() -> tuple[str, ...]:
     return ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else ()
 
 
-def _triton_kernels(method: str) -> tuple[Callable, Callable]:
-    module = importlib.import_module(f"boltzattn.triton_kernels.{method}")
-    return getattr(module, f"{method}_forward"), getattr(module, f"{method}_backward")
-
-
 @dataclass(frozen=True)
 class Backend:
-    """One row of the capability table."""
+    """A column of the table."""
 
     name: str
     summary: str
-    devices: tuple[str, ...] | None  # None: wherever torch runs
-    methods: tuple[str, ...]
+    devices: tuple[str, ...] | None  # None: every device of torch
     unavailable: Callable[[], str | None]
-    kernels: Callable[[str], tuple[Callable, Callable]]
-    mask_gradient: bool = False
-    dtypes: tuple[torch.dtype, ...] = DTYPES
-    largest_rank: int | None = None
+    operations: dict[str, Implementation] = field(repr=False)
     only_by_name: Callable[[], tuple[str, ...]] = tuple  # devices that `auto` does not take it for
-    elsewhere: str = ""  # what to do on another device
-    halving: Callable[[], Callable] | None = None  # causal forward of rank 1 in one operator
+    remedy: str = ""  # for tensors on another device
 
-    def why_not(self, request: Request, method: str) -> list[str]:
-        """Every reason why this backend cannot serve the request by this method; [] if it can."""
+    def __post_init__(self) -> None:
+        if "causal" not in self.operations:
+            self.operations["causal"] = _composed_causal(self.operations)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(method for method in METHODS if method in self.operations)
+
+    def why_not(self, request: Request, operation: str) -> list[str]:
+        """Every reason why this backend cannot serve the request; [] if it can."""
         reasons = []
         if missing := self.unavailable():
             reasons.append(missing)
-        if self.devices is not None and request.device not in (
-            *self.devices,
-            *self.only_by_name(),
-        ):
+        devices = None if self.devices is None else (*self.devices, *self.only_by_name())
+        if self.devices is not None and devices is not None and request.device not in devices:
             where = " or ".join(self.devices)
-            reasons.append(f"runs on {where} tensors, got {request.device}{self.elsewhere}")
-        if request.dtype not in self.dtypes:
-            accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            reasons.append(f"runs on {where} tensors, got {request.device}{self.remedy}")
+        if operation not in self.operations:
+            reasons.append(f"does not have {OPERATIONS[operation].summary}")
+            return reasons
+        limits = self.operations[operation]
+        if request.dtype not in limits.dtypes:
+            accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in limits.dtypes)
             reasons.append(f"takes {accepted}, got {str(request.dtype).removeprefix('torch.')}")
-        if self.largest_rank is not None and request.rank > self.largest_rank:
-            reasons.append(f"takes ranks up to {self.largest_rank}, got {request.rank}")
-        if method not in self.methods:
-            reasons.append(f"has no method {method!r} (it has {', '.join(self.methods)})")
-        if request.mask_gradient and not self.mask_gradient:
-            reasons.append(
-                "computes no gradient for attn_mask or key_padding_mask; "
-                "detach() the mask or use backend='reference'"
-            )
+        if limits.largest_rank is not None and request.rank > limits.largest_rank:
+            reasons.append(f"takes ranks up to {limits.largest_rank}, got {request.rank}")
         return reasons
 
+
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # In the order in which `auto` asks them.
 BACKENDS: dict[str, Backend] = {
@@ -183,148 +195,126 @@ BACKENDS: dict[str, Backend] = {
             "cpu",
             "C++",
             ("cpu",),
-            ("direct", "transform"),
-            _extension_missing,
-            _cpu_kernels,
-            halving=lambda: torch.ops.boltzattn.cpu_causal_forward,
+            cpu_unavailable,
+            {
+                "direct": Implementation(lambda: native.attention("cpu", "direct")),
+                "transform": Implementation(lambda: native.attention("cpu", "transform")),
+                "causal": Implementation(native.cpu_causal),
+                "varlen": Implementation(native.cpu_varlen),
+                "layer": Implementation(native.cpu_layer),
+                "project": Implementation(lambda: torch.ops.boltzattn.cpu_project),
+                "stages": Implementation(native.cpu_stages),
+            },
         ),
         Backend(
             "cuda",
             "CUDA C++",
             ("cuda",),
-            ("direct", "transform"),
-            cuda_extension,
-            _cuda_kernels,
+            cuda_unavailable,
+            {
+                "direct": Implementation(lambda: native.attention("cuda", "direct")),
+                "transform": Implementation(lambda: native.attention("cuda", "transform")),
+                "project": Implementation(lambda: torch.ops.boltzattn.cuda_project),
+            },
         ),
         Backend(
             "triton",
             "Triton",
             ("cuda",),
-            ("direct", "transform"),
-            _triton_missing,
-            _triton_kernels,
-            dtypes=(torch.float32, torch.bfloat16, torch.float16),
-            largest_rank=16,
+            _triton_unavailable,
+            {
+                "direct": Implementation(lambda: _triton("direct", Kernels), _TRITON_DTYPES, 16),
+                "transform": Implementation(lambda: _triton("transform", Kernels), _TRITON_DTYPES),
+                "layer": Implementation(lambda: _triton("layer", LayerKernels), _TRITON_DTYPES),
+                "project": Implementation(
+                    lambda: _triton_module("project").project, _TRITON_DTYPES
+                ),
+            },
             only_by_name=_interpreter,
-            elsewhere=" (to interpret it on the CPU start Python with TRITON_INTERPRET=1)",
+            remedy=" (to interpret it on the CPU, start Python with TRITON_INTERPRET=1)",
         ),
         Backend(
             "reference",
             "eager torch",
             None,
-            ("direct", "transform"),
             lambda: None,
-            _reference_kernels,
-            mask_gradient=True,
+            {
+                "direct": Implementation(
+                    lambda: Kernels(reference_direct.forward, reference_direct.backward)
+                ),
+                "transform": Implementation(
+                    lambda: Kernels(reference_transform.forward, reference_transform.backward)
+                ),
+                "stages": Implementation(lambda: Stages(1, *reference_transform.STAGES)),
+            },
         ),
     )
 }
 
 
-def method_why_not(request: Request, method: str) -> list[str]:
-    """Reasons that belong to the method itself, whichever backend runs it."""
-    if method == "direct":
-        return []
-    reasons = []
-    if request.rank != 1:
-        reasons.append(f"transform needs rank 1, got rank {request.rank}")
-    if request.attn_mask:
-        reasons.append("transform takes no attn_mask; key_padding_mask and is_causal it can")
-    if request.dropout:
-        reasons.append("transform never forms the weights that dropout_p would drop")
-    return reasons
+def candidates(device: str) -> list[Backend]:
+    """The backends that `auto` may take for tensors on this device, in order."""
+    return [b for b in BACKENDS.values() if device not in b.only_by_name()]
 
 
-class _Preference(threading.local):
-    """What `use_backend` and `use_method` set; a thread-local that torch.compile can guard on."""
-
-    def __init__(self) -> None:
-        self.backend = "auto"
-        self.method = "auto"
+def why_not(request: Request, operation: str, backend: str) -> list[str]:
+    """Every reason why the named backend cannot serve the request by this operation."""
+    return OPERATIONS[operation].why_not(request) + BACKENDS[backend].why_not(request, operation)
 
 
-_preference = _Preference()
-
-
-def preferred(method: str, backend: str) -> tuple[str, str]:
-    """Resolve "auto" by the enclosing `use_method` / `use_backend`, if there is one."""
-    return (
-        _preference.method if method == "auto" else method,
-        _preference.backend if backend == "auto" else backend,
-    )
-
-
-def check_name(argument: str, name: str, accepted: tuple[str, ...]) -> None:
-    if name != "auto" and name not in accepted:
-        raise ValueError(
-            f"{argument} must be 'auto' or one of {', '.join(map(repr, accepted))}, got {name!r}"
-        )
-
-
-@contextlib.contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Within the block, calls that leave `backend="auto"` use this backend, or raise why not.
-
-    Example:
-        >>> q = torch.randn(4, 100, 2)
-        >>> with boltzattn.use_backend("reference"):
-        ...     print(boltzattn.explain(q, q, q).splitlines()[0])
-        method direct, backend reference
-    """
-    check_name("backend", name, tuple(BACKENDS))
-    before, _preference.backend = _preference.backend, name
-    try:
-        yield
-    finally:
-        _preference.backend = before
-
-
-@contextlib.contextmanager
-def use_method(name: str) -> Iterator[None]:
-    """Within the block, calls that leave `method="auto"` use this method, or raise why not.
-
-    Example:
-        >>> q = torch.randn(4, 100, 1)
-        >>> with boltzattn.use_method("direct"):
-        ...     boltzattn.attention(q, q, q).shape
-        torch.Size([4, 100, 1])
-    """
-    check_name("method", name, METHODS)
-    before, _preference.method = _preference.method, name
-    try:
-        yield
-    finally:
-        _preference.method = before
-
-
-def can_serve(request: Request, method: str, backend: str) -> bool:
-    """Whether the named backend, or with "auto" any, can serve the request by this method."""
-    candidates = _candidates(request) if backend == "auto" else [BACKENDS[backend]]
-    return any(not candidate.why_not(request, method) for candidate in candidates)
-
-
-def _candidates(request: Request) -> list[Backend]:
-    """Those that `auto` may take, in order."""
-    return [b for b in BACKENDS.values() if request.device not in b.only_by_name()]
+def can_serve(request: Request, operation: str, backend: str) -> bool:
+    """Whether the named backend, or any with "auto", serves the request by this operation."""
+    names = [b.name for b in candidates(request.device)] if backend == "auto" else [backend]
+    return any(not why_not(request, operation, name) for name in names)
 
 
 @lru_cache(maxsize=1024)
-def select(request: Request, method: str, backend: str) -> Backend:
-    """The backend that serves the request by the given method.
+def select(request: Request, operation: str, backend: str) -> Backend:
+    """The backend that serves the request by the given operation.
 
-    `auto` takes the first of BACKENDS that can and logs once why a faster one could not; a named
+    `auto` takes the first of BACKENDS that can and logs once why a faster one could not. A named
     backend that cannot raises with every reason.
     """
-    if reasons := method_why_not(request, method):
+    if reasons := OPERATIONS[operation].why_not(request):
+        method = operation if operation in METHODS else "transform"
         raise ValueError(f"method {method!r} cannot serve this call: " + "; ".join(reasons))
     if backend != "auto":
-        if reasons := BACKENDS[backend].why_not(request, method):
+        if reasons := BACKENDS[backend].why_not(request, operation):
             raise ValueError(f"backend {backend!r} cannot serve this call: " + "; ".join(reasons))
         return BACKENDS[backend]
-    for candidate in _candidates(request):
-        reasons = candidate.why_not(request, method)
+    for candidate in candidates(request.device):
+        reasons = candidate.why_not(request, operation)
         if not reasons:
             return candidate
         if candidate.devices is None or request.device in candidate.devices:
             _log.info("backend %s not taken: %s", candidate.name, "; ".join(reasons))
-    raise ValueError(f"no backend can serve this call by method {method!r}")  # reference always can
+    raise ValueError(f"no backend has {OPERATIONS[operation].summary} for {request.device} tensors")
+
+
+@lru_cache(maxsize=64)
+def kernels(backend: str, operation: str) -> Any:
+    """What runs an operation on a backend."""
+    return BACKENDS[backend].operations[operation].load()
+
+
+def feature_table() -> str:
+    """The table as Markdown: a row per operation, a column per backend."""
+    lines = ["| operation | " + " | ".join(BACKENDS) + " |", "|---" * (len(BACKENDS) + 1) + "|"]
+    for name, operation in OPERATIONS.items():
+        cells = [_cell(backend, name) for backend in BACKENDS.values()]
+        lines.append(f"| {name}: {operation.summary} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(backend: Backend, operation: str) -> str:
+    found = backend.operations.get(operation)
+    if found is None:
+        return "-"
+    words = []
+    if found.dtypes != DTYPES:
+        names = {torch.float64: "fp64", torch.float32: "fp32"}
+        names |= {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        words.append("no " + ", ".join(names[x] for x in DTYPES if x not in found.dtypes))
+    if found.largest_rank is not None and operation == "direct":
+        words.append(f"rank up to {found.largest_rank}")
+    return "yes" + (f" ({', '.join(words)})" if words else "")

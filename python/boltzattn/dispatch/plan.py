@@ -1,47 +1,42 @@
-"""Which method and backend a call takes, and why not the others."""
+"""Which method and backend a call takes, by a cost model, and why not the others."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from boltzattn.compose import causal
 from boltzattn.dispatch import backends
-from boltzattn.dispatch.backends import Request
-from boltzattn.dispatch.torch_modes import transformed
+from boltzattn.dispatch.backends import BACKENDS, METHODS, Request, operation_of
+from boltzattn.problem import Choice, unflatten
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How a call is computed. `kernels` is the backend's (forward, backward) pair."""
+class Plan(NamedTuple):
+    """How a call is computed."""
 
     method: str
     backend: str
-    kernels: tuple[Callable, Callable] = field(repr=False)
+    kernels: Any
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Nanoseconds of one device. Only ratios decide."""
+class Costs(NamedTuple):
+    """Nanoseconds on one device. Only their ratios decide."""
 
     direct_pair: float  # a query and a key: score, exponential, sums
-    direct_pair_column: float  # and each of the rank + dv multiply-adds
+    direct_pair_column: float  # each of the rank + dv multiply-adds of a pair
     transform_call: float
     transform_head: float  # the core, at ordinary temperatures
     transform_head_column: float
     transform_token: float  # a query or a key
     transform_token_column: float
     product: float  # a multiply-add of torch's matrix products
-    core_product: float  # and of the core, in fp64
+    core_product: float  # a multiply-add of the core, in fp64
 
 
-# One core of an AMD EPYC (Zen 3), fp32, measured by `make micro`; the choice is the same on any
-# machine that is not very unlike.
+# One core of an AMD EPYC (Zen 3), fp32, measured by `make micro`.
 CPU = Costs(
     direct_pair=0.75,
     direct_pair_column=0.022,
@@ -53,10 +48,10 @@ CPU = Costs(
     product=0.031,
     core_product=0.06,
 )
-# An A100 by its data sheet, as in triton_kernels/report.py: modelled, not measured. A pair takes
-# about 30 fp32 operations (19.5e12 a second), a column of it 3 tf32 products (156e12); a token
-# moves 59 bytes and a column of it, bf16, 2 (2.04e12); the core of 200 x 150 nodes is fp64 (19.5e12
-# with matrix units); a call is 10 launches of 5 us that have little to do.
+# An A100 by its data sheet: modelled, not measured. A pair takes about 30 fp32 operations (19.5e12
+# a second), a column of it 3 tf32 products (156e12); a token moves 59 bytes and a column of it,
+# bf16, 2 (2.04e12); the core of 200 x 150 nodes is fp64 (19.5e12 with matrix units); a call is 10
+# launches of 5 us that have little to do.
 GPU = Costs(
     direct_pair=1.5e-3,
     direct_pair_column=4e-5,
@@ -71,6 +66,7 @@ GPU = Costs(
 # A head of the reference's transform is some hundred calls of torch; against the reference's own
 # direct method it breaks even at about 1,800 tokens.
 REFERENCE_TRANSFORM_HEAD = 3e6
+CORE_NODES = 150  # on the key axis, at ordinary temperatures
 
 
 def costs(device: str) -> Costs:
@@ -78,7 +74,7 @@ def costs(device: str) -> Costs:
 
 
 def direct_cost(request: Request) -> float:
-    """Nanoseconds for the direct method, forward."""
+    """Nanoseconds of the direct method, forward."""
     cost = costs(request.device)
     pairs: float = request.heads * request.n_q * request.n_k
     if request.is_causal:
@@ -87,7 +83,7 @@ def direct_cost(request: Request) -> float:
 
 
 def transform_cost(request: Request, head: float | None = None) -> float:
-    """Nanoseconds for the transform, forward; causal calls take one per level."""
+    """Nanoseconds of the transform, forward; causal calls take one transform per level."""
     cost = costs(request.device)
     head = (cost.transform_head if head is None else head) + cost.transform_head_column * request.dv
     token = cost.transform_token + cost.transform_token_column * request.dv
@@ -103,100 +99,81 @@ def transform_cost(request: Request, head: float | None = None) -> float:
 
 
 @lru_cache(maxsize=1024)
-def choose(request: Request, method: str, backend: str) -> Plan:
-    """The plan for a call; named methods and backends are taken or raise every reason."""
+def choose(request: Request, choice: Choice) -> Plan:
+    """The plan for a call; a named method or backend is taken, or raises with every reason."""
+    method, backend = choice
     if method == "auto":
         method = "direct"
-        if not backends.method_why_not(request, "transform") and backends.can_serve(
-            request, "transform", backend
-        ):
-            slow = backends.select(request, "transform", backend).name == "reference"
+        transform = operation_of("transform", request.is_causal)
+        if backends.can_serve(request, transform, backend):
+            slow = backends.select(request, transform, backend).name == "reference"
             cost = transform_cost(request, REFERENCE_TRANSFORM_HEAD if slow else None)
             method = "transform" if cost < direct_cost(request) else "direct"
-    served_by = backends.select(request, method, backend)
-    kernels = served_by.kernels(method)
-    if method == "transform" and request.is_causal:
-        halving = served_by.halving() if served_by.halving else None
-        kernels = causal.kernels(served_by.kernels("direct"), kernels, halving)
-    return Plan(method, served_by.name, kernels)
+    operation = operation_of(method, request.is_causal)
+    taken = backends.select(request, operation, backend)
+    return Plan(method, taken.name, backends.kernels(taken.name, operation))
 
 
-CORE_NODES = 150  # on the key axis, at ordinary temperatures
+class LayerShape(NamedTuple):
+    """The sizes of a self-attention layer of rank 1."""
+
+    batch: int
+    num_heads: int
+    n: int
+    d: int
+    dv: int
+    d_out: int
+    projects_out: bool
+
+    def request(self, device: str, dtype: torch.dtype) -> Request:
+        return Request(device, dtype, self.num_heads * self.batch, self.n, self.n, 1, self.dv)
 
 
-def projects_at_nodes(
-    x: Tensor,
-    w_q: Tensor,
-    w_v: Tensor,
-    w_o: Tensor | None,
-    num_heads: int,
-    method: str,
-    backend: str,
-) -> bool:
-    """Whether a self-attention layer is cheaper with its projections applied at the nodes."""
-    n, d = x.shape[-2:]
-    dv = w_v.shape[0] // num_heads
-    batch = math.prod(x.shape[:-2])
-    d_out = dv if w_o is None else w_o.shape[0]
-    sizes = (batch, n, d, dv, d_out)
-    if (
-        w_q.shape[0] != num_heads
-        or (w_o is None and num_heads > 1)  # the heads' outputs do not add up
-        or not all(isinstance(size, int) and size > 0 for size in sizes)  # may be symbolic
-        or transformed()
-    ):
-        return False
-    return _nodes_are_cheaper(
-        x.device.type, x.dtype, num_heads, *sizes, w_o is not None, method, backend
-    )
+def projects_at_nodes(device: str, dtype: torch.dtype, *sizes_and_choice: Any) -> bool:
+    """Whether a self-attention layer is cheaper with its projections applied at the nodes.
 
-
-def _nodes_are_cheaper(
-    device: str,
-    dtype: torch.dtype,
-    num_heads: int,
-    batch: int,
-    n: int,
-    d: int,
-    dv: int,
-    d_out: int,
-    outward: bool,
-    method: str,
-    backend: str,
-) -> bool:
-    request = Request(device, dtype, num_heads * batch, n, n, 1, dv)
-    taken = choose(request, method, backend)
-    if taken.method != "transform" or taken.backend not in ("cpu", "triton"):
-        return False
-    cost = costs(device)
-    fixed = num_heads * d * d_out * (CORE_NODES * cost.core_product + outward * cost.product * dv)
-    fixed += request.heads * cost.transform_head_column * (d_out - dv)
-    at_nodes = cost.transform_token_column * (d + d_out)
-    first = 2 * cost.transform_token_column * dv + cost.product * dv * (d + outward * d_out)
-    return fixed + request.heads * n * at_nodes < request.heads * n * first
+    Takes the fields of a LayerShape and of a Choice: torch.compile cannot pass tuples on here.
+    """
+    shape, choice = unflatten(sizes_and_choice, LayerShape, Choice)
+    return _projects_at_nodes(device, dtype, shape, choice)
 
 
 # What torch.compiler.assume_constant_result sets: sizes are constants of a trace, and so is this.
 # Its decorator would import the whole compiler, and Triton, with the package.
-_nodes_are_cheaper._dynamo_marked_constant = True  # type: ignore[attr-defined]
+projects_at_nodes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def describe(request: Request, method: str, backend: str) -> str:
+@lru_cache(maxsize=1024)
+def _projects_at_nodes(device: str, dtype: torch.dtype, shape: LayerShape, choice: Choice) -> bool:
+    request = shape.request(device, dtype)
+    if choose(request, choice).method != "transform":
+        return False
+    if not all(
+        backends.can_serve(request, operation, choice.backend) for operation in ("layer", "project")
+    ):
+        return False
+    cost, dv, d, d_out = costs(device), shape.dv, shape.d, shape.d_out
+    outward = cost.product * dv if shape.projects_out else 0.0
+    fixed = shape.num_heads * d * d_out * (CORE_NODES * cost.core_product + outward)
+    fixed += request.heads * cost.transform_head_column * (d_out - dv)
+    at_nodes = cost.transform_token_column * (d + d_out)
+    first = 2 * cost.transform_token_column * dv + cost.product * dv * d + outward * d_out
+    return fixed + request.heads * shape.n * at_nodes < request.heads * shape.n * first
+
+
+def describe(request: Request, choice: Choice) -> str:
     """The plan of a call in words, with every alternative and why it was not taken."""
-    taken = choose(request, method, backend)
+    taken = choose(request, choice)
     lines = [
         f"method {taken.method}, backend {taken.backend}",
         f"  {request.heads} heads, n_q {request.n_q}, n_k {request.n_k}, rank {request.rank}, "
         f"dv {request.dv}, {str(request.dtype).removeprefix('torch.')} on {request.device}",
         "not taken:",
     ]
-    for other_method in backends.METHODS:
-        for other in backends.BACKENDS.values():
-            if (other_method, other.name) == (taken.method, taken.backend):
-                continue
-            reasons = backends.method_why_not(request, other_method)
-            reasons = reasons + other.why_not(request, other_method)
-            lines.append(
-                f"  {other_method} on {other.name}: {'; '.join(reasons) or 'would be slower'}"
-            )
+    for method in METHODS:
+        for backend in BACKENDS:
+            if (method, backend) != (taken.method, taken.backend):
+                operation = operation_of(method, request.is_causal)
+                reasons = backends.why_not(request, operation, backend)
+                lines.append(f"  {method} on {backend}: {'; '.join(reasons) or 'would be slower'}")
     return "\n".join(lines)

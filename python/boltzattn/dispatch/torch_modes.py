@@ -1,35 +1,44 @@
-"""What surrounds a call: autocast, and the modes and transforms that must see operators."""
+"""The state of torch around a call: autocast, function transforms, modes and subclasses."""
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def exact(device: str) -> contextlib.AbstractContextManager:
-    """No autocast inside: the dtypes of the tensors are what the caller has settled on."""
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype that autocast asks for on this device, or None where it is off."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+        return torch.get_autocast_dtype(device)
+    return None
 
 
-def transformed() -> bool:
-    """Whether a function transform of torch.func (vmap, grad, ...) is active in eager mode."""
+def without_autocast(device: str) -> contextlib.AbstractContextManager:
+    """Kernels compute in the dtypes they were given: validation has applied autocast already."""
+    if autocast_dtype(device) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def functorch_active() -> bool:
+    """Whether a transform of torch.func (vmap, grad, ...) is active in eager mode."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def unwatched(*tensors: Tensor) -> bool:
-    """Whether no mode or transform (compile, export, vmap, a tensor subclass) must see operators.
+def may_bypass_dispatcher(arguments: tuple[Any, ...]) -> bool:
+    """Whether nothing (compile, export, vmap, a mode, a tensor subclass) must see the operator.
 
     Two trips through the dispatcher in Python cost more than attention over a hundred tokens.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and all(type(x) is Tensor for x in tensors)
-        and not torch._C._len_torch_dispatch_stack()
-        and not transformed()
-    )
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    for x in arguments:
+        kind = type(x)
+        if kind is not Tensor and issubclass(kind, Tensor) and kind is not torch.nn.Parameter:
+            return False
+    return torch._C._functorch.peek_interpreter_stack() is None

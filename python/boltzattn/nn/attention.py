@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from boltzattn import distributed
-from boltzattn.dispatch import backends
-from boltzattn.functional import attention, self_attention
+from boltzattn.dispatch.preference import preferred
+from boltzattn.dispatch.torch_modes import without_autocast
+from boltzattn.functional import attention, attention_varlen, self_attention
 from boltzattn.nn.approximation import Approximation, truncate
 from boltzattn.nn.inputs import check_inputs, check_jagged, check_mask, jagged
-from boltzattn.reference import direct as reference
+from boltzattn.problem import Problem, accumulate_dtype
+from boltzattn.reference.direct import scores, weights
 
 
 class _DeclineFastPath:
@@ -139,8 +140,7 @@ class LowRankAttention(nn.Module):
                     f"{name}=True is not supported by LowRankAttention; append the extra token "
                     "to key and value before the call instead"
                 )
-        backends.check_name("method", method, backends.METHODS)
-        backends.check_name("backend", backend, tuple(backends.BACKENDS))
+        preferred(method, backend)  # checks the names
         if scale is not None and not math.isfinite(scale):
             raise ValueError(f"scale must be a finite number, got {scale}")
         for name, p in (("dropout", dropout), ("output_dropout", output_dropout)):
@@ -196,7 +196,7 @@ class LowRankAttention(nn.Module):
         for weight in (self.q_proj_weight, self.k_proj_weight):
             rows, columns = weight.shape
             # QR has no half-precision kernel; fp32 is exact enough to round from.
-            draw = torch.empty_like(weight, dtype=reference.accumulate_dtype(weight.dtype))
+            draw = torch.empty_like(weight, dtype=accumulate_dtype(weight.dtype))
             # With more rows than columns orthogonal_ shortens the rows; undo that.
             nn.init.orthogonal_(draw, gain=max(1.0, rows / columns) ** 0.5)
             weight.copy_(draw)
@@ -437,16 +437,16 @@ class LowRankAttention(nn.Module):
         """Nested tensors of the jagged layout are packed sequences already."""
         query, key, value = (x.contiguous() for x in (query, key, value))  # no holes
         w_q, b_q, b_k, b_v = self._query_weight_and_biases()
-        heads: Any = attention(
+        heads: Any = attention_varlen(
             F.linear(query.values(), w_q, b_q).unflatten(-1, (self.num_heads, -1)),
             F.linear(key.values(), self.k_proj_weight, b_k).unflatten(-1, (self.num_heads, -1)),
             F.linear(value.values(), self.v_proj_weight, b_v).unflatten(-1, (self.num_heads, -1)),
+            query.offsets(),
+            key.offsets(),
             is_causal=is_causal,
             scale=self.scale,
             method=self.method,
             backend=self.backend,
-            cu_seqlens_q=query.offsets(),
-            cu_seqlens_k=key.offsets(),
         )
         out = self.out_proj(heads.flatten(-2))
         if self.output_dropout > 0.0:
@@ -479,16 +479,14 @@ class LowRankAttention(nn.Module):
         key_padding_mask: Tensor | None,
     ) -> Tensor:
         """The attention weights themselves, `[..., heads, n_q, n_k]`, after dropout."""
-        work = reference.accumulate_dtype(q.dtype)
+        work = accumulate_dtype(q.dtype)
         scale = self.rank**-0.5 if self.scale is None else self.scale
         key_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(-2)
-        device = q.device.type
-        autocast = torch.amp.is_autocast_available(device)  # not on "meta"
-        with torch.autocast(device, enabled=False) if autocast else nullcontext():
-            logits = reference.scores(q.to(work), k.to(work), attn_mask, key_mask, scale, is_causal)
-            weights, _ = reference.weights(logits)
-        weights = weights.to(q.dtype)
-        return F.dropout(weights, self.dropout, self.training) if self.dropout > 0.0 else weights
+        with without_autocast(q.device.type):
+            problem = Problem(q, k, k, attn_mask, key_mask, None, scale, 0.0, is_causal)
+            found, _ = weights(scores(problem.to(work)))
+        found = found.to(q.dtype)
+        return F.dropout(found, self.dropout, self.training) if self.dropout > 0.0 else found
 
     def _allowed(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """An attn_mask of nn.MultiheadAttention in the conventions of `boltzattn.attention`."""

@@ -1,13 +1,7 @@
-"""The two operators `boltzattn::forward` and `boltzattn::backward`, opaque to torch.compile.
-
-The schemas live here, not in C++, so that the operators exist even where the extension was not
-built. Method and backend are chosen inside the operator: a compiled graph holds one node whatever
-the sizes turn out to be at run time. Tensors are canonical (see `reference`).
-"""
+"""`boltzattn::attention` and `boltzattn::attention_backward`, with their derivatives."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,132 +9,175 @@ from torch import Tensor
 
 from boltzattn.dispatch import plan
 from boltzattn.dispatch.backends import Request
-from boltzattn.dispatch.torch_modes import exact, unwatched
-
-library = torch.library.Library("boltzattn", "FRAGMENT")
-
-_CALL = (
-    "Tensor? attn_mask, Tensor? key_mask, Tensor? seed, float scale, float dropout_p, "
-    "bool is_causal, str method, str backend"
+from boltzattn.dispatch.torch_modes import without_autocast
+from boltzattn.ops.operator import Operator, batched, materialize, save, saved
+from boltzattn.problem import (
+    Choice,
+    Gradients,
+    OutputGradients,
+    Problem,
+    Saved,
+    schema,
+    unflatten,
 )
-library.define(
-    f"forward(Tensor query, Tensor key, Tensor value, {_CALL}) -> (Tensor out, Tensor lse)"
+from boltzattn.reference import direct as reference_direct
+from boltzattn.reference import transform as reference_transform
+
+
+def _forward(*arguments: Any) -> Saved:
+    problem, choice = unflatten(arguments, Problem, Choice)
+    request = Request.of(problem)
+    kernels = plan.choose(request, choice).kernels
+    with without_autocast(request.device):
+        return kernels.forward(problem)
+
+
+def _backward(*arguments: Any) -> Gradients:
+    grads, results, problem, choice = unflatten(arguments, OutputGradients, Saved, Problem, Choice)
+    request = Request.of(problem)
+    kernels = plan.choose(request, choice).kernels
+    with without_autocast(request.device):
+        return kernels.backward(grads, results._replace(lse=results.lse.contiguous()), problem)
+
+
+def _forward_fake(*arguments: Any) -> Saved:
+    problem, _ = unflatten(arguments, Problem, Choice)
+    query, rows = problem.query, problem.query.shape[:-1]
+    out = query.new_empty(*rows, problem.value.shape[-1])
+    return Saved(out, query.new_empty(rows, dtype=torch.float64))
+
+
+def _backward_fake(*arguments: Any) -> Gradients:
+    _, _, problem, _ = unflatten(arguments, OutputGradients, Saved, Problem, Choice)
+    return Gradients(*(x.new_empty(x.shape) for x in (problem.query, problem.key, problem.value)))
+
+
+attention = Operator(
+    f"attention({schema(Problem, Choice)}) -> (Tensor out, Tensor lse)", _forward, _forward_fake
 )
-library.define(
-    "backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-    f"Tensor out, Tensor lse, {_CALL}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+attention_backward = Operator(
+    f"attention_backward(Tensor grad_out, Tensor? grad_lse, {schema(Saved, Problem, Choice)}) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    _backward,
+    _backward_fake,
 )
 
 
-def request_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-) -> Request:
-    """The facts of a canonical call."""
-    *lead, n_q, rank = query.shape
-    n_k, dv = value.shape[-2:]
-    return Request(
-        device=query.device.type,
-        dtype=query.dtype,
-        heads=math.prod(lead),
-        n_q=n_q,
-        n_k=n_k,
-        rank=rank,
-        dv=dv,
-        is_causal=is_causal,
-        attn_mask=attn_mask is not None,
-        key_bias=key_mask is not None and key_mask.dtype != torch.bool,
-        dropout=dropout_p > 0.0,
-    )
+class Attention(torch.autograd.Function):
+    """Saved(out, lse) of a problem and a choice."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return tuple(attention.run(*arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        save(ctx, Saved(*output), *unflatten(inputs, Problem, Choice))
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
+        results, problem, choice = saved(ctx)
+        rest = (None,) * (len(problem) + len(choice) - len(Gradients._fields))
+        if grad_out is None and grad_lse is None:
+            return None, None, None, *rest
+        if grad_out is None:
+            grad_out = torch.zeros_like(results.out)
+        grads = OutputGradients(grad_out, grad_lse)
+        results = Saved(results.out.detach(), results.lse.detach())
+        return *attention_backward(*grads, *results, *problem, *choice), *rest
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, tuple]:
+        return Attention.apply(*batched(info, in_dims, arguments)), (0, 0)
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    is_causal: bool,
-    method: str,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    request = request_of(query, key, value, attn_mask, key_mask, dropout_p, is_causal)
-    forward, _ = plan.choose(request, method, backend).kernels
-    with exact(request.device):
-        return forward(query, key, value, attn_mask, key_mask, seed, scale, dropout_p, is_causal)
+class AttentionBackward(torch.autograd.Function):
+    """Gradients(query, key, value), which are differentiable once more.
+
+    `out` and `lse` are functions of the other inputs. They are passed to save work, not as
+    variables, so no gradient is returned for them.
+    """
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(attention_backward.run(*arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        grads, _, problem, choice = unflatten(inputs, OutputGradients, Saved, Problem, Choice)
+        save(ctx, grads, problem, choice)
+
+    @staticmethod
+    def backward(ctx: Any, *directions: Tensor | None) -> tuple:
+        grads, problem, choice = saved(ctx)
+        inputs = problem.query, problem.key, problem.value
+        moves = materialize(directions, inputs)
+        of_out, of_lse, *of_inputs = AttentionDoubleBackward.apply(
+            *moves, *grads, *problem, *choice
+        )
+        rest = (None,) * (len(problem) + len(choice) - len(inputs))
+        return of_out, of_lse, None, None, *of_inputs, *rest
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, tuple]:
+        return AttentionBackward.apply(*batched(info, in_dims, arguments)), (0, 0, 0)
 
 
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    attn_mask: Tensor | None,
-    key_mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    is_causal: bool,
-    method: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    request = request_of(query, key, value, attn_mask, key_mask, dropout_p, is_causal)
-    _, backward = plan.choose(request, method, backend).kernels
-    with exact(request.device):
-        return backward(
-            grad_out,
-            grad_lse,
-            query,
-            key,
-            value,
-            out,
-            lse.contiguous(),
-            attn_mask,
-            key_mask,
-            seed,
-            scale,
-            dropout_p,
-            is_causal,
+class AttentionDoubleBackward(torch.autograd.Function):
+    """Gradients of <directions, AttentionBackward> for the output gradients and the inputs.
+
+    A Function of its own so that a third derivative raises: `once_differentiable` would let parts
+    of it through as zeros.
+    """
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
+        directions, grads, problem, choice = unflatten(
+            arguments, Gradients, OutputGradients, Problem, Choice
+        )
+        request = Request.of(problem)
+        # With symbolic sizes there is no plan yet; `direct` serves everything.
+        sizes_known = isinstance(request.n_q, int) and isinstance(request.n_k, int)
+        by_transform = (
+            sizes_known
+            and not problem.is_causal
+            and plan.choose(request, choice).method == "transform"
+        )
+        reference = reference_transform if by_transform else reference_direct
+        of_grads, of_inputs = reference.double_backward(directions, grads, problem)
+        return *of_grads, *of_inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        raise RuntimeError(
+            "attention can be differentiated twice, and a third derivative was asked for; "
+            "write it as (query @ key.mT * scale).softmax(-1) @ value to differentiate further"
         )
 
-
-def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """`torch.ops.boltzattn.forward`, not differentiable, on the shortest way."""
-    if unwatched(query, key, value):
-        with torch._C._AutoDispatchBelowAutograd():
-            return _forward(query, key, value, *rest)
-    return torch.ops.boltzattn.forward(query, key, value, *rest)
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, tuple]:
+        results = AttentionDoubleBackward.apply(*batched(info, in_dims, arguments))
+        return results, tuple(None if x is None else 0 for x in results)
 
 
-def backward(grad_out: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`torch.ops.boltzattn.backward` on tensors that are unwatched, not differentiable."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return _backward(grad_out, *rest)
+attention.differentiate_by(Attention)
+attention_backward.differentiate_by(AttentionBackward)
+attention.batch_by_vmap(2)
 
 
-library.impl("forward", _forward, "CompositeExplicitAutograd")
-library.impl("backward", _backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("boltzattn::forward", lib=library)
-def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    rows = query.shape[:-1]
-    return query.new_empty(*rows, value.shape[-1]), query.new_empty(rows, dtype=torch.float64)
-
-
-@torch.library.register_fake("boltzattn::backward", lib=library)
-def _backward_fake(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def attend(problem: Problem, choice: Choice) -> Saved:
+    """Attention, differentiable in every argument."""
+    if torch.is_grad_enabled() and any(
+        mask is not None and mask.requires_grad for mask in (problem.attn_mask, problem.key_mask)
+    ):
+        if choice.backend not in ("auto", "reference"):
+            raise ValueError(
+                f"backend {choice.backend!r} cannot serve this call: it computes no gradient for "
+                "attn_mask or key_padding_mask; detach() the mask or use backend='reference'"
+            )
+        return reference_direct.dense(problem)
+    return attention(*problem, *choice)

@@ -1,7 +1,7 @@
-"""Attention over sequences of different lengths, packed end to end: no padding, no copies.
+"""`boltzattn::attention_varlen`: sequences of different lengths, packed without padding or copies.
 
-Tensors are canonical (see `reference`) with the rows of all sequences one after the other: query
-`[*L, total_q, rank]`, key `[*L, total_k, rank]`, value `[*L, total_k, dv]`. Sequence b has rows
+The problem holds the rows of all sequences one after the other: query `[*L, total_q, rank]`, key
+`[*L, total_k, rank]`, value `[*L, total_k, dv]`. Sequence b has rows
 `cu_seqlens[b] : cu_seqlens[b + 1]` and attends to itself alone. Every sequence gets the method that
 suits its length.
 """
@@ -9,153 +9,91 @@ suits its length.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from boltzattn.dispatch import plan
+from boltzattn.dispatch import backends, plan
 from boltzattn.dispatch.backends import Request
-from boltzattn.dispatch.torch_modes import exact
-from boltzattn.ops import attention as ops
-from boltzattn.ops.autograd import AttentionBackward
-from boltzattn.ops.layer import above_autograd
-from boltzattn.reference.direct import accumulate_dtype
-
-_CALL = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, float scale, bool is_causal, str method, "
-_CALL += "str backend"
-ops.library.define(
-    f"packed_forward(Tensor query, Tensor key, Tensor value, {_CALL}) -> (Tensor out, Tensor lse)"
-)
-ops.library.define(
-    "packed_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-    f"Tensor out, Tensor lse, {_CALL}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+from boltzattn.dispatch.torch_modes import without_autocast
+from boltzattn.ops.attention import attention_backward
+from boltzattn.ops.operator import Operator, save, saved
+from boltzattn.problem import (
+    Choice,
+    Gradients,
+    OutputGradients,
+    Problem,
+    Saved,
+    accumulate_dtype,
+    schema,
+    unflatten,
 )
 
 
-def rows_last(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    **refused: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Check a packed call and turn `[total, heads, width]` into `[heads, total, width]`.
+class Starts(NamedTuple):
+    """Where sequences start, and in the last entry where they end: `[sequences + 1]`."""
 
-    `refused` are arguments that packed calls do not take: (name, given).
-    """
-    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(starts, Tensor):
-            raise TypeError(
-                f"{name} must be an int32 or int64 tensor [sequences + 1], got "
-                f"{type(starts).__name__}; cu_seqlens_q and cu_seqlens_k are given together"
-            )
-        if starts.dtype not in (torch.int32, torch.int64) or starts.ndim != 1 or len(starts) < 1:
-            raise ValueError(
-                f"{name} must be int32 or int64 of shape [sequences + 1], got {starts.dtype} "
-                f"{list(starts.shape)}"
-            )
-    assert cu_seqlens_q is not None
-    assert cu_seqlens_k is not None
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            "cu_seqlens_k must have as many entries as cu_seqlens_q, "
-            f"{len(cu_seqlens_q)}, got {len(cu_seqlens_k)}"
-        )
-    for name, given in refused.items():
-        if given:
-            raise ValueError(
-                f"{name} must not be given together with cu_seqlens: packed sequences take no "
-                "masks and no dropout; shorten the sequences instead of masking their ends"
-            )
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if isinstance(x, Tensor) and x.ndim != 3:
-            raise ValueError(
-                f"{name} must be [total, heads, width] with cu_seqlens, got {list(x.shape)}"
-            )
-    return query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
 
 
 def _bounds(name: str, starts: Tensor, total: int) -> list[int]:
     bounds = starts.tolist()
     if bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(
-            f"{name} must rise from 0 to the number of rows, {total}, got {_shortened(bounds)}"
-        )
+        shown = str(bounds) if len(bounds) <= 8 else f"[{bounds[0]}, ..., {bounds[-1]}]"
+        raise ValueError(f"{name} must rise from 0 to the number of rows, {total}, got {shown}")
     return bounds
 
 
-def _shortened(numbers: list[int]) -> str:
-    return str(numbers) if len(numbers) <= 8 else f"[{numbers[0]}, ..., {numbers[-1]}]"
-
-
-class _Sequences:
+class Sequences:
     """The sequences of a call, with the plan of each."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        is_causal: bool,
-        method: str,
-        backend: str,
-    ) -> None:
-        query_bounds = _bounds("cu_seqlens_q", cu_seqlens_q, query.shape[-2])
-        key_bounds = _bounds("cu_seqlens_k", cu_seqlens_k, key.shape[-2])
-        self.starts = [
-            torch.tensor(bounds, dtype=torch.int64) for bounds in (query_bounds, key_bounds)
-        ]
-        lengths = [
-            [b - a for a, b in itertools.pairwise(bounds)] for bounds in (query_bounds, key_bounds)
-        ]
-        sizes = list(zip(lengths[0], lengths[1], strict=True))
-        heads, rank, dv = query.shape[:-2].numel(), query.shape[-1], value.shape[-1]
-        requests = {
-            (n_q, n_k): Request(
-                query.device.type, query.dtype, heads, n_q, n_k, rank, dv, is_causal=is_causal
+    def __init__(self, problem: Problem, starts: Starts, choice: Choice) -> None:
+        bounds = [
+            _bounds(name, x, rows.shape[-2])
+            for (name, x), rows in zip(
+                starts._asdict().items(), (problem.query, problem.key), strict=True
             )
-            for n_q, n_k in set(sizes)
-        }
-        plans = {size: plan.choose(one, method, backend) for size, one in requests.items()}
-        self.requests = [requests[size] for size in sizes]
-        self.plans = [plans[size] for size in sizes]
-        self.rows = [
-            (slice(q, q + n_q), slice(k, k + n_k))
-            for q, k, (n_q, n_k) in zip(query_bounds, key_bounds, sizes, strict=False)
         ]
-        by_transform = [taken.method == "transform" for taken in self.plans]
-        self.by_transform = torch.tensor(by_transform, dtype=torch.bool)
-        # One operator for all.
-        self.together = all(taken.backend == "cpu" for taken in self.plans)
-        # Halved sequences (see `causal`) accumulate in out, and are differentiated one by one.
-        self.halved = [is_causal and transformed for transformed in by_transform]
+        self.rows = [
+            (slice(*of_query), slice(*of_key))
+            for of_query, of_key in zip(*map(itertools.pairwise, bounds), strict=True)
+        ]
+        whole = Request.of(problem)
+        sizes = [(q.stop - q.start, k.stop - k.start) for q, k in self.rows]
+        plans = {}
+        for n_q, n_k in set(sizes):
+            request = whole._replace(n_q=n_q, n_k=n_k)
+            plans[n_q, n_k] = request, plan.choose(request, choice)
+        self.requests = [plans[size][0] for size in sizes]
+        self.plans = [plans[size][1] for size in sizes]
+        self.by_transform = [taken.method == "transform" for taken in self.plans]
+        taken = {taken.backend for taken in self.plans}
+        self.backend = taken.pop() if len(taken) == 1 else None
+        # One kernel for all sequences, where the backend has one.
+        self.together = (
+            self.backend is not None and "varlen" in backends.BACKENDS[self.backend].operations
+        )
+        # Causal transforms (see `causal`) accumulate in out, and are differentiated one by one.
+        self.halved = [problem.is_causal and by_transform for by_transform in self.by_transform]
+        self.tables = (
+            *(torch.tensor(x, dtype=torch.int64) for x in bounds),
+            torch.tensor(self.by_transform, dtype=torch.bool),
+        )
 
 
-def describe(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    is_causal: bool,
-    method: str,
-    backend: str,
-) -> str:
-    """The plans of a packed call in words: for each, how many sequences take it, and why."""
-    starts = cu_seqlens_q, cu_seqlens_k
-    sequences = _Sequences(query, key, value, *starts, is_causal, method, backend)
+def describe(problem: Problem, starts: Starts, choice: Choice) -> str:
+    """The plans of a call in words: for each, how many sequences take it, and why."""
+    sequences = Sequences(problem, starts, choice)
     taken: dict[tuple[str, str], list[Request]] = {}
     for one, request in zip(sequences.plans, sequences.requests, strict=True):
         taken.setdefault((one.method, one.backend), []).append(request)
-    parts = [f"packed, {len(sequences.plans)} sequences, {len(taken)} plans"]
+    parts = [f"varlen, {len(sequences.plans)} sequences, {len(taken)} plans"]
     for requests in taken.values():
         longest = max(requests, key=lambda r: (r.n_q * r.n_k, r.n_q, r.n_k))
-        parts.append(f"{len(requests)} sequences, the longest of them:")
-        parts.append(plan.describe(longest, method, backend))
+        parts.append(f"{len(requests)} sequences; for the longest of them:")
+        parts.append(plan.describe(longest, choice))
     return "\n".join(parts)
 
 
@@ -164,195 +102,110 @@ def _rows_first(x: Tensor, width: int) -> Tensor:
     return x.new_empty(x.shape[-2], *x.shape[:-2], width).movedim(0, -2)
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    scale: float,
-    is_causal: bool,
-    method: str,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    starts = cu_seqlens_q, cu_seqlens_k
-    sequences = _Sequences(query, key, value, *starts, is_causal, method, backend)
-    dtype = query.dtype
+def _forward(*arguments: Any) -> Saved:
+    problem, starts, choice = unflatten(arguments, Problem, Starts, Choice)
+    sequences = Sequences(problem, starts, choice)
+    dtype = problem.query.dtype
     if sequences.together and any(sequences.halved):
-        query, key, value = (x.to(accumulate_dtype(dtype)) for x in (query, key, value))
-    out = _rows_first(query, value.shape[-1])
-    with exact(query.device.type):
+        problem = problem.to(accumulate_dtype(dtype))
+    out = _rows_first(problem.query, problem.value.shape[-1])
+    with without_autocast(out.device.type):
         if sequences.together:
-            lse = torch.ops.boltzattn.cpu_packed_forward(
-                query,
-                key,
-                value,
-                *sequences.starts,
-                sequences.by_transform,
-                scale,
-                is_causal,
-                out,
-            )
-            return out.to(dtype), lse
-        lse = query.new_empty(query.shape[:-1], dtype=torch.float64)
+            forward, _ = backends.kernels(sequences.backend, "varlen")
+            lse = forward(*problem, *sequences.tables, out)
+            return Saved(out.to(dtype), lse)
+        lse = out.new_empty(out.shape[:-1], dtype=torch.float64)
         for taken, (q, k) in zip(sequences.plans, sequences.rows, strict=True):
-            forward, _ = taken.kernels
-            out[..., q, :], lse[..., q] = forward(
-                query[..., q, :],
-                key[..., k, :],
-                value[..., k, :],
-                None,
-                None,
-                None,
-                scale,
-                0.0,
-                is_causal,
-            )
-    return out, lse
+            out[..., q, :], lse[..., q] = taken.kernels.forward(problem.rows(q, k))
+    return Saved(out, lse)
 
 
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    scale: float,
-    is_causal: bool,
-    method: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    starts = cu_seqlens_q, cu_seqlens_k
-    sequences = _Sequences(query, key, value, *starts, is_causal, method, backend)
-    rank = query.shape[-1]
-    grads = (
-        _rows_first(query, rank),
-        _rows_first(key, rank),
-        _rows_first(value, value.shape[-1]),
+def _backward(*arguments: Any) -> Gradients:
+    grads, results, problem, starts, choice = unflatten(
+        arguments, OutputGradients, Saved, Problem, Starts, Choice
     )
-    lse = lse.contiguous()
-    with exact(query.device.type):
+    sequences = Sequences(problem, starts, choice)
+    results = results._replace(lse=results.lse.contiguous())
+    found = _backward_fake(*arguments)
+    with without_autocast(problem.query.device.type):
         if sequences.together:
-            torch.ops.boltzattn.cpu_packed_backward(
-                grad_out,
-                grad_lse,
-                query,
-                key,
-                value,
-                out,
-                lse,
-                *sequences.starts,
-                sequences.by_transform,
-                scale,
-                is_causal,
-                *grads,
-            )
+            _, backward = backends.kernels(sequences.backend, "varlen")
+            backward(*grads, *results, *problem, *sequences.tables, *found)
         for taken, halved, (q, k) in zip(
             sequences.plans, sequences.halved, sequences.rows, strict=True
         ):
             if sequences.together and not halved:
                 continue
-            _, backward = taken.kernels
-            parts = backward(
-                grad_out[..., q, :],
-                None if grad_lse is None else grad_lse[..., q],
-                query[..., q, :],
-                key[..., k, :],
-                value[..., k, :],
-                out[..., q, :],
-                lse[..., q].contiguous(),
-                None,
-                None,
-                None,
-                scale,
-                0.0,
-                is_causal,
-            )
-            for total, part, rows in zip(grads, parts, (q, k, k), strict=True):
+            parts = taken.kernels.backward(grads.rows(q), results.rows(q), problem.rows(q, k))
+            for total, part, rows in zip(found, parts, (q, k, k), strict=True):
                 total[..., rows, :] = part
-    return grads
+    return found
 
 
-ops.library.impl("packed_forward", _forward, "CompositeExplicitAutograd")
-ops.library.impl("packed_backward", _backward, "CompositeExplicitAutograd")
+def _forward_fake(*arguments: Any) -> Saved:
+    problem, *_ = unflatten(arguments, Problem, Starts, Choice)
+    lse = problem.query.new_empty(problem.query.shape[:-1], dtype=torch.float64)
+    return Saved(_rows_first(problem.query, problem.value.shape[-1]), lse)
 
 
-@torch.library.register_fake("boltzattn::packed_forward", lib=ops.library)
-def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float64)
-    return _rows_first(query, value.shape[-1]), lse
+def _backward_fake(*arguments: Any) -> Gradients:
+    *_, problem, _, _ = unflatten(arguments, OutputGradients, Saved, Problem, Starts, Choice)
+    inputs = problem.query, problem.key, problem.value
+    return Gradients(*(_rows_first(x, x.shape[-1]) for x in inputs))
 
 
-@torch.library.register_fake("boltzattn::packed_backward", lib=ops.library)
-def _backward_fake(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *_: object
-) -> tuple[Tensor, ...]:
-    return tuple(_rows_first(x, x.shape[-1]) for x in (query, key, value))
+varlen = Operator(
+    f"attention_varlen({schema(Problem, Starts, Choice)}) -> (Tensor out, Tensor lse)",
+    _forward,
+    _forward_fake,
+)
+varlen_backward = Operator(
+    "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, "
+    f"{schema(Saved, Problem, Starts, Choice)}) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    _backward,
+    _backward_fake,
+)
 
 
-class PackedAttention(torch.autograd.Function):
-    """(out, lse) of tensors as above; differentiated twice, it goes sequence by sequence."""
+class VarlenAttention(torch.autograd.Function):
+    """Saved(out, lse); the second derivative is computed sequence by sequence."""
 
     @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor, *options: Any
-    ) -> tuple[Tensor, Tensor]:
-        return torch.ops.boltzattn.packed_forward(query, key, value, starts_q, starts_k, *options)
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return tuple(varlen.run(*arguments))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        *tensors, scale, is_causal, method, backend = inputs
-        ctx.options = scale, is_causal, method, backend
-        ctx.save_for_backward(*tensors, *output)
-        ctx.set_materialize_grads(False)
+        save(ctx, Saved(*output), *unflatten(inputs, Problem, Starts, Choice))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
-        query, key, value, *starts, out, lse = ctx.saved_tensors
+        results, problem, starts, choice = saved(ctx)
+        rest = (None,) * (len(problem) + len(starts) + len(choice) - len(Gradients._fields))
         if grad_out is None and grad_lse is None:
-            return (None,) * 9
+            return None, None, None, *rest
         if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        call = grad_out, grad_lse, query, key, value, out.detach(), lse.detach()
+            grad_out = torch.zeros_like(results.out)
+        grads = OutputGradients(grad_out, grad_lse)
+        results = Saved(results.out.detach(), results.lse.detach())
         if torch.is_grad_enabled():
-            grads = _differentiable_backward(call, tuple(starts), ctx.options)
+            found = _differentiable_backward(grads, results, problem, starts, choice)
         else:
-            grads = torch.ops.boltzattn.packed_backward(*call, *starts, *ctx.options)
-        return *grads, None, None, None, None, None, None
+            found = varlen_backward(*grads, *results, *problem, *starts, *choice)
+        return *found, *rest
 
 
-def _differentiable_backward(call: tuple, starts: tuple, options: tuple) -> list[Tensor]:
-    grad_out, grad_lse, query, key, value, out, lse = call
-    scale, is_causal, method, backend = options
-    parts = []
-    starts_q, starts_k = starts
-    for q, k in _Sequences(query, key, value, starts_q, starts_k, is_causal, method, backend).rows:
-        parts.append(
-            AttentionBackward.apply(
-                grad_out[..., q, :],
-                None if grad_lse is None else grad_lse[..., q],
-                query[..., q, :],
-                key[..., k, :],
-                value[..., k, :],
-                out[..., q, :],
-                lse[..., q],
-                None,
-                None,
-                None,
-                (scale, 0.0, is_causal, method, backend),
-            )
-        )
+def _differentiable_backward(
+    grads: OutputGradients, results: Saved, problem: Problem, starts: Starts, choice: Choice
+) -> list[Tensor]:
+    parts = [
+        attention_backward(*grads.rows(q), *results.rows(q), *problem.rows(q, k), *choice)
+        for q, k in Sequences(problem, starts, choice).rows
+    ]
     if not parts:
-        return [torch.zeros_like(x) for x in (query, key, value)]
+        return [torch.zeros_like(x) for x in (problem.query, problem.key, problem.value)]
     return [torch.cat(of_one, -2) for of_one in zip(*parts, strict=True)]
 
 
-ops.library.impl(
-    "packed_forward",
-    above_autograd(torch.ops.boltzattn.packed_forward, PackedAttention),
-    "Autograd",
-)
+varlen.differentiate_by(VarlenAttention)

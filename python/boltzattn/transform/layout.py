@@ -1,6 +1,6 @@
 """The layout of a transform: panels and nodes on the query axis and on the key axis of one head.
 
-The same mathematics as csrc/layout.h, and a test holds the two equal. Queries t live in
+The same mathematics as csrc/spec/layout.h; a test holds the two equal. Queries t live in
 [t_min, t_max], keys s in [s_min, s_max]; R = s_max - s_min, B = max|t| R.
 
     query axis: t = tau sinh(u), panels uniform in u;
@@ -19,11 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOST_NODES = 32  # on a panel
-LEAST_NODES = 8
-NODE_STEP = 4
+from boltzattn.transform.tolerances import LEAST_NODES, MOST_NODES, NODE_STEP
+
 KEY_STRIP = math.pi / 4  # height of the strip on the key axis
-LARGEST_PRODUCT = 3e7  # B beyond which fp64 itself loses the logits
 
 
 @dataclass(frozen=True)

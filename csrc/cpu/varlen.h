@@ -45,7 +45,7 @@ static void for_sequences(const Sequence* sequences, int64_t count, Body body) {
 }
 
 template <class T>
-static void packed_forward(const Attention& whole, const Sequence* sequences, int64_t count) {
+static void varlen_forward(const Attention& whole, const Sequence* sequences, int64_t count) {
   const AttentionGradient none{whole, {}, {}, {}, {}, {}, {}};
   for_sequences(sequences, count, [&](const Sequence& s) {
     const SequenceGradient one(none, s);
@@ -61,7 +61,7 @@ static void packed_forward(const Attention& whole, const Sequence* sequences, in
 // Causal sequences of the transform are left out: their backward is put together by the caller.
 
 template <class T>
-static void packed_backward(const AttentionGradient& whole, const Sequence* sequences,
+static void varlen_backward(const AttentionGradient& whole, const Sequence* sequences,
                             int64_t count) {
   for_sequences(sequences, count, [&](const Sequence& s) {
     if (s.by_transform && whole.call.is_causal) return;

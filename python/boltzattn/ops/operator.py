@@ -1,0 +1,114 @@
+"""How an operator of this package meets torch: schema, kernel, fake, autograd and vmap.
+
+Schemas are defined in Python, so the operators exist even where no extension was built. Method and
+backend are chosen inside the operator: a compiled graph holds one node for every size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from boltzattn.dispatch.torch_modes import may_bypass_dispatcher
+from boltzattn.problem import unflatten
+
+library = torch.library.Library("boltzattn", "FRAGMENT")
+
+
+def needs_gradient(arguments: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in arguments
+    )
+
+
+class Operator:
+    """`torch.ops.boltzattn.<name>`. Calling this object takes the shortest way to the kernel."""
+
+    def __init__(self, schema: str, kernel: Callable, fake: Callable) -> None:
+        self.name = schema.partition("(")[0]
+        self.kernel = kernel
+        self.function: Any = None
+        library.define(schema)
+        library.impl(self.name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"boltzattn::{self.name}", fake, lib=library)
+        self.overload = getattr(torch.ops.boltzattn, self.name).default
+
+    def differentiate_by(self, function: type[torch.autograd.Function]) -> None:
+        """Make the operator differentiable; its arguments are those of `function.apply`."""
+        self.function = function
+        # torch inspects the signature of `forward` at every call, which takes longer than a small
+        # call, unless it is there already.
+        forward: Any = function.forward
+        forward.__signature__ = inspect.signature(forward)
+
+        def autograd_kernel(*arguments: Any) -> Any:
+            if needs_gradient(arguments):
+                return self.function.apply(*arguments)
+            with torch._C._AutoDispatchBelowAutograd():
+                return self.overload(*arguments)
+
+        library.impl(self.name, autograd_kernel, "Autograd")
+
+    def batch_by_vmap(self, results: int) -> None:
+        """Let vmap add a leading dimension to every tensor; there are this many results."""
+
+        def rule(info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, Any]:
+            return self.overload(*batched(info, in_dims, arguments)), (0,) * results
+
+        torch.library.register_vmap(f"boltzattn::{self.name}", rule, lib=library)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if needs_gradient(arguments):
+            return self.function.apply(*arguments)
+        return self.run(*arguments)
+
+    def run(self, *arguments: Any) -> Any:
+        """The operator without its gradient: the `forward` of its autograd.Function."""
+        if may_bypass_dispatcher(arguments):
+            with torch._C._AutoDispatchBelowAutograd():
+                return self.kernel(*arguments)
+        return self.overload(*arguments)
+
+
+def batched(info: Any, in_dims: tuple, arguments: tuple[Any, ...]) -> list[Any]:
+    """Give every tensor the vmapped dimension as its first, by stride 0 where it has none.
+
+    Tensors of a problem may have any number of leading dimensions, so a batch of calls is a call.
+    """
+
+    def batch(x: Any, dim: int | None) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if dim is None:
+            return x.unsqueeze(0).expand(info.batch_size, *x.shape)
+        return x.movedim(dim, 0)
+
+    return [batch(x, dim) for x, dim in zip(arguments, in_dims, strict=True)]
+
+
+def materialize(grads: tuple[Tensor | None, ...], like: tuple[Tensor, ...]) -> list[Tensor]:
+    """Zeros for gradients that autograd left out."""
+    return [
+        torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, like, strict=True)
+    ]
+
+
+def save(ctx: Any, *tuples: Any) -> None:
+    """Keep tuples for backward; `saved` returns them."""
+    fields = [x for one in tuples for x in one]
+    ctx.kinds = tuple(type(one) for one in tuples)
+    ctx.others = tuple(None if isinstance(x, Tensor) else x for x in fields)
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in fields))
+    ctx.set_materialize_grads(False)
+
+
+def saved(ctx: Any) -> list[Any]:
+    fields = [
+        other if tensor is None else tensor
+        for tensor, other in zip(ctx.saved_tensors, ctx.others, strict=True)
+    ]
+    return unflatten(fields, *ctx.kinds)
