@@ -1,28 +1,16 @@
-"""Extents of numbers: found block by block, then joined.
-
-An extent is six fp64 numbers, in the order of `Extent`; csrc/cpu/project.h has the same.
-"""
+"""Extents of queries, of keys and of what `project` makes: found block by block, then joined."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
+from boltzattn.transform.stages import Extent
 from boltzattn.triton_kernels.heads import head_of, inside, joined, load_vector, span_of
 
-EXTENT = tl.constexpr(6)
+LOW, HIGH, AT_LOW, AT_HIGH, TOKENS, REGULAR = map(tl.constexpr, range(len(Extent._fields)))
+EXTENT = tl.constexpr(len(Extent._fields))
 INFINITY = tl.constexpr(float("inf"))
 NOWHERE = tl.constexpr(0x7FFFFFFF)
-
-
-class Extent(NamedTuple):
-    low: Any  # infinities if there is no number
-    high: Any
-    at_low: Any  # the first position of either
-    at_high: Any
-    count: Any
-    regular: Any  # 1, or 0 if a number is infinite or NaN
 
 
 @triton.jit
@@ -53,22 +41,22 @@ def join_extents(parts, blocks, BLOCK: tl.constexpr):
     """The extent of all numbers from those of their blocks, [blocks, EXTENT]."""
     low = tl.full([], INFINITY, tl.float64)
     high, at_low, at_high = -low, low, low
-    count = tl.zeros([], tl.float64)
-    regular = count + 1
+    tokens = tl.zeros([], tl.float64)
+    regular = tokens + 1
     for first in range(0, blocks, BLOCK):
         block = first + tl.arange(0, BLOCK)
         at, valid = parts + block.to(tl.int64) * EXTENT, block < blocks
-        lows = tl.load(at, valid, other=INFINITY)
-        highs = tl.load(at + 1, valid, other=-INFINITY)
+        lows = tl.load(at + LOW, valid, other=INFINITY)
+        highs = tl.load(at + HIGH, valid, other=-INFINITY)
         lower, higher = tl.min(lows, 0), tl.max(highs, 0)
-        at_lows = tl.load(at + 2, valid & (lows == lower), other=INFINITY)
-        at_highs = tl.load(at + 3, valid & (highs == higher), other=INFINITY)
+        at_lows = tl.load(at + AT_LOW, valid & (lows == lower), other=INFINITY)
+        at_highs = tl.load(at + AT_HIGH, valid & (highs == higher), other=INFINITY)
         at_low = tl.where(lower < low, tl.min(at_lows, 0), at_low)
         at_high = tl.where(higher > high, tl.min(at_highs, 0), at_high)
         low, high = tl.minimum(low, lower), tl.maximum(high, higher)
-        count += tl.sum(tl.load(at + 4, valid, other=0.0), 0)
-        regular = tl.minimum(regular, tl.min(tl.load(at + 5, valid, other=1.0), 0))
-    return Extent(low, high, at_low, at_high, count, regular)
+        tokens += tl.sum(tl.load(at + TOKENS, valid, other=0.0), 0)
+        regular = tl.minimum(regular, tl.min(tl.load(at + REGULAR, valid, other=1.0), 0))
+    return Extent(low, high, at_low, at_high, tokens, regular)
 
 
 @triton.jit

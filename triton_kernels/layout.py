@@ -64,9 +64,9 @@ def basis_factor(nodes, i):
 
 
 @triton.constexpr_function
-def relative_half_width(nodes, tolerance):
+def relative_half_width(nodes, precision):
     """Half width of a panel over the height of its strip."""
-    rho = math.pow(1 / tolerance, 1 / nodes)
+    rho = math.pow(1 / precision, 1 / nodes)
     return 2 / (rho - 1 / rho)
 
 
@@ -144,8 +144,8 @@ def layout_kernel(
     largest_product,
     query_panels,
     key_panels,
-    QUERY_TOLERANCE: tl.constexpr,
-    KEY_TOLERANCE: tl.constexpr,
+    QUERY_PRECISION: tl.constexpr,
+    KEY_PRECISION: tl.constexpr,
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -160,16 +160,16 @@ def layout_kernel(
     extent = s.high - s.low
     extent = tl.where(extent > 0, extent, tl.where(t_most > 1, 1 / t_most, 1.0))
     product = t_most * extent
-    strip = 1 / tl.log(s.count + 2) * (PI / 4)
+    strip = 1 / tl.log(s.tokens + 2) * (PI / 4)
     tau = 2 / (extent * sine(strip))
     q_origin, q_half, q_panels = make_axis(
-        asinh(t.low / tau), asinh(t.high / tau), strip * relative_half_width(NODES, QUERY_TOLERANCE)
+        asinh(t.low / tau), asinh(t.high / tau), strip * relative_half_width(NODES, QUERY_PRECISION)
     )
     edge = 0.5 * tl.log(tl.maximum(product, 4.0))
-    rho = tl.exp((0.5 * tl.log(s.count) - tl.log(s.count * 0 + KEY_TOLERANCE)) / NODES)
+    rho = tl.exp((0.5 * tl.log(s.tokens) - tl.log(s.tokens * 0 + KEY_PRECISION)) / NODES)
     k_origin, k_half, k_panels = make_axis(-edge, edge, 1 / (rho - 1 / rho) * (PI / 2))
 
-    can_serve = (t.regular > 0) & (s.regular > 0) & (s.count > 0) & (product <= largest_product)
+    can_serve = (t.regular > 0) & (s.regular > 0) & (s.tokens > 0) & (product <= largest_product)
     can_serve = can_serve & (q_panels <= query_panels) & (k_panels <= key_panels)
     tl.store(served + head, can_serve.to(tl.int32))
     to = layout + head * FIELDS
@@ -192,15 +192,23 @@ def layout_kernel(
 
 
 @triton.jit
+def load_panels(row, IS_KEY: tl.constexpr):
+    """Where the panels of an axis start, and half the width of each."""
+    if IS_KEY:
+        return tl.load(row + KEY_ORIGIN), tl.load(row + KEY_HALF)
+    else:
+        return tl.load(row + QUERY_ORIGIN), tl.load(row + QUERY_HALF)
+
+
+@triton.jit
 def load_axis(row, IS_KEY: tl.constexpr):
     """An axis of a layout row; to be read once, outside of loops."""
+    origin, half = load_panels(row, IS_KEY)
     if IS_KEY:
-        axis = tl.load(row + KEY_ORIGIN), tl.load(row + KEY_HALF), tl.load(row + KEY_PANELS)
-        warp = tl.load(row + MIDDLE), tl.load(row + RADIUS)
+        panels, centre, radius = KEY_PANELS, tl.load(row + MIDDLE), tl.load(row + RADIUS)
     else:
-        axis = tl.load(row + QUERY_ORIGIN), tl.load(row + QUERY_HALF), tl.load(row + QUERY_PANELS)
-        warp = 0.0, tl.load(row + TAU)
-    return Axis(*axis, *warp)
+        panels, centre, radius = QUERY_PANELS, 0.0, tl.load(row + TAU)
+    return Axis(origin, half, tl.load(row + panels), centre, radius)
 
 
 @triton.jit
@@ -217,24 +225,24 @@ def locate(number, axis, IS_KEY: tl.constexpr):
 
 
 @triton.jit
-def node_places(panel, axis, NODES: tl.constexpr):
+def node_places(panel, row, IS_KEY: tl.constexpr, NODES: tl.constexpr):
     """Warped coordinates of the nodes of a panel, [NODES] fp64."""
-    return axis.origin + axis.half * (tl.cast(2 * panel + 1, tl.float64) + chebyshev_nodes(NODES))
+    origin, half = load_panels(row, IS_KEY)
+    return origin + half * (tl.cast(2 * panel + 1, tl.float64) + chebyshev_nodes(NODES))
 
 
 @triton.jit
 def query_nodes(panel, row, NODES: tl.constexpr):
     """t of the nodes of a query panel, [NODES] fp64; zeros if every query is zero."""
-    axis = load_axis(row, False)
+    u = node_places(panel, row, False, NODES)
     flat = (tl.load(row + T_MIN) == 0) & (tl.load(row + T_MAX) == 0)
-    return tl.where(flat, 0.0, axis.radius * sinh(node_places(panel, axis, NODES)))
+    return tl.where(flat, 0.0, tl.load(row + TAU) * sinh(u))
 
 
 @triton.jit
 def key_nodes(panel, row, NODES: tl.constexpr):
     """s of the nodes of a key panel, measured from the middle of the keys, [NODES] fp64."""
-    axis = load_axis(row, True)
-    return axis.radius * tanh(node_places(panel, axis, NODES))
+    return tl.load(row + RADIUS) * tanh(node_places(panel, row, True, NODES))
 
 
 @triton.jit
@@ -244,8 +252,8 @@ def is_upper(panel, row, IS_KEY: tl.constexpr):
     On the query axis the largest key then takes most weight, so that logits are measured from it;
     on the key axis it is the nearer end. Otherwise the smallest key is.
     """
-    axis = load_axis(row, IS_KEY)
-    return axis.origin + axis.half * tl.cast(2 * panel + 1, tl.float64) >= 0
+    origin, half = load_panels(row, IS_KEY)
+    return origin + half * tl.cast(2 * panel + 1, tl.float64) >= 0
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from boltzattn.problem import OutputGradients, Problem
-from boltzattn.transform.layout import LARGEST_PRODUCT
+from boltzattn.transform.tolerances import LARGEST_PRODUCT, TOLERANCE
 from boltzattn.triton_kernels.extents import EXTENT, extents_kernel
 from boltzattn.triton_kernels.heads import lead_of, split, strided
 from boltzattn.triton_kernels.launch import (
@@ -26,7 +26,7 @@ from boltzattn.triton_kernels.launch import (
 )
 from boltzattn.triton_kernels.layout import FIELDS, layout_kernel
 from boltzattn.triton_kernels.sorting import Heads, count_kernel, order_kernel
-from boltzattn.triton_kernels.tolerances import TOLERANCES, key_side_error, most_panels
+from boltzattn.triton_kernels.tolerances import PRECISION, ROUNDING, key_side_error, most_panels
 from boltzattn.triton_kernels.transform_nodes import adjoint_kernel, certify_kernel, core_kernel
 from boltzattn.triton_kernels.transform_tokens import (
     Tokens,
@@ -77,7 +77,7 @@ def find_layouts(problem: Problem) -> Heads:
     """The stages `extents` and `layout`: one look at queries and keys."""
     query, key = problem.query, problem.key
     n_q, n_k, lead = query.shape[-2], key.shape[-2], lead_of(query, 2)
-    tolerances, blocks = TOLERANCES[query.dtype], cdiv(max(n_q, n_k), TOKEN_BLOCK)
+    aims, blocks = PRECISION[query.dtype], cdiv(max(n_q, n_k), TOKEN_BLOCK)
     parts = query.new_empty(lead.heads, 2, blocks, EXTENT.value, dtype=torch.float64)
     layout = query.new_empty(lead.heads, FIELDS.value, dtype=torch.float64)
     served = query.new_empty(lead.heads, dtype=torch.int32)
@@ -102,9 +102,9 @@ def find_layouts(problem: Problem) -> Heads:
         served,
         blocks,
         LARGEST_PRODUCT,
-        *most_panels(n_k, tolerances),
-        QUERY_TOLERANCE=tolerances.query,
-        KEY_TOLERANCE=tolerances.key,
+        *most_panels(n_k, aims),
+        QUERY_PRECISION=aims.query,
+        KEY_PRECISION=aims.key,
         NODES=NODES,
         BLOCK=128,
     )
@@ -220,16 +220,16 @@ def run_core(
         PRECISION=precision(),
         **node_options(dv),
     )
-    tolerances = TOLERANCES[problem.query.dtype]
-    floor = key_side_error(n_k, tolerances) + tolerances.rounding
-    sizes = panels[0], columns, floor, tolerances.tolerance
+    dtype = problem.query.dtype
+    floor = key_side_error(n_k, PRECISION[dtype]) + ROUNDING[dtype]
+    sizes = panels[0], columns, floor, TOLERANCE[dtype]
     launch(certify_kernel, (count,), heads, bounds, *sizes, BLOCK=128)
     return core
 
 
 def run_to_core(problem: Problem, slopes: bool) -> Transform:
     """The stages up to the core; `slopes` are what backward needs of it."""
-    panels = most_panels(problem.key.shape[-2], TOLERANCES[problem.query.dtype])
+    panels = most_panels(problem.key.shape[-2], PRECISION[problem.query.dtype])
     heads = find_layouts(problem)
     queries, numbers = sort(problem, heads, panels[0], is_key=False)
     keys, _ = sort(problem, heads, panels[1], is_key=True)

@@ -73,7 +73,7 @@ def core_kernel(
 ):
     """F and log Z (and their slopes) at the nodes of a query panel."""
     head, panel, row, columns = load_panel(heads, query_panels, dv, BLOCK_DV)
-    if panel >= panels_in_use(heads, head, False):
+    if panel >= panels_in_use(heads, head.number, False):
         return
     nodes = tl.arange(0, NODES)
     reference = reference_key(panel, row)
@@ -84,7 +84,7 @@ def core_kernel(
     if node_slopes is not None:
         n_slope = tl.zeros([NODES, BLOCK_DV], tl.float64)
         z_slope = tl.zeros([NODES], tl.float64)
-    for k in range(0, panels_in_use(heads, head, True)):
+    for k in range(0, panels_in_use(heads, head.number, True)):
         gap = key_nodes(k, row, NODES) - (reference - tl.load(row + MIDDLE))
         exponent = t[:, None] * gap[None, :]
         if tl.max(tl.max(exponent, 1), 0) > NEGLIGIBLE:
@@ -148,7 +148,7 @@ def certify_kernel(
 ):
     """Bounds max|out - exact| / max|v| of a head, and gives the head up if that is too much."""
     head = head_of(tl.program_id(0), heads.lead)
-    count = panels_in_use(heads, head, False) * column_blocks
+    count = panels_in_use(heads, head.number, False) * column_blocks
     if count == 0:
         return
     bounds += head.number * query_panels * column_blocks * 2
@@ -191,7 +191,7 @@ def adjoint_kernel(
     dv_j = sum_a E_aj / Z_a G_a,  ds_j = sum_a t_a E_aj / Z_a (G_a . (v_j - F_a) + H_a).
     """
     head, panel, row, columns = load_panel(heads, key_panels, dv, BLOCK_DV)
-    if panel >= panels_in_use(heads, head, True):
+    if panel >= panels_in_use(heads, head.number, True):
         return
     nodes = tl.arange(0, NODES)
     own = end_value(value, head, row, is_upper(panel, row, True), columns)
@@ -199,7 +199,7 @@ def adjoint_kernel(
     to_value = tl.zeros([NODES, BLOCK_DV], tl.float64)
     to_slope = tl.zeros([NODES, BLOCK_DV], tl.float64)
     rest = tl.zeros([NODES], tl.float64)
-    for q in range(0, panels_in_use(heads, head, False)):
+    for q in range(0, panels_in_use(heads, head.number, False)):
         gap = s - (reference_key(q, row) - tl.load(row + MIDDLE))
         t = query_nodes(q, row, NODES)
         exponent = gap[:, None] * t[None, :]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from boltzattn.triton_kernels.heads import Head, head_of, inside, joined, span_of, start_of
+from boltzattn.triton_kernels.heads import Head, Span, head_of, inside, joined, span_of, start_of
 from boltzattn.triton_kernels.layout import (
     AT_MAX,
     AT_MIN,
@@ -40,24 +40,32 @@ class Tokens(NamedTuple):
     panels: int  # at most
 
 
-class Part(NamedTuple):
-    """The tokens of a slot: positions [start, end) of the order, none if start >= end."""
+class Slot(NamedTuple):
+    """A slot: positions [start, end) of the order, none if start >= end, lie on one panel."""
 
-    head: Head
-    row: Any  # of the layout
+    head: Any  # its number
+    number: Any
     panel: Any
     start: Any
     end: Any
+
+
+class Part(NamedTuple):
+    """What a program needs to work on the tokens of its slot."""
+
+    head: Head
+    row: Any  # of the layout
     order: Any  # of the head
     places: Any
     node: Any  # the first node of the panel, among those of all heads
     sums: Any  # the first row of its partial sums, among those of all heads
+    columns: Span  # of the values
 
 
 @triton.jit
 def panel_part(tokens, head, panel, low, high, BINS: tl.constexpr):
     """Positions [from, to) of the panel's tokens within [low, high)."""
-    first = (head.number * BINS + panel) * tokens.blocks
+    first = (head * BINS + panel) * tokens.blocks
     start = tl.load(tokens.ends + first) - tl.load(tokens.counts + first)
     end = tl.load(tokens.ends + first + tokens.blocks - 1)
     return tl.maximum(start, low), tl.minimum(end, high)
@@ -66,58 +74,46 @@ def panel_part(tokens, head, panel, low, high, BINS: tl.constexpr):
 @triton.jit
 def panels_in_use(heads, head, IS_KEY: tl.constexpr):
     """How many panels an axis has; none if the head is not served."""
-    panels = tl.load(heads.layout + head.number * FIELDS + (KEY_PANELS if IS_KEY else QUERY_PANELS))
-    return tl.where(tl.load(heads.served + head.number) == 0, 0, panels.to(tl.int32))
+    panels = tl.load(heads.layout + head * FIELDS + (KEY_PANELS if IS_KEY else QUERY_PANELS))
+    return tl.where(tl.load(heads.served + head) == 0, 0, panels.to(tl.int32))
 
 
 @triton.jit
-def load_part(
-    heads,
-    tokens,
-    IS_KEY: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NODES: tl.constexpr,
-):
-    """The part of this program."""
-    head = head_of(tl.program_id(0) // tokens.slots, heads.lead)
+def find_slot(heads, tokens, IS_KEY: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    """The slot of this program."""
+    head = (tl.program_id(0) // tokens.slots).to(tl.int64)
     slot, bins = tl.program_id(0) % tokens.slots, tl.arange(0, BINS)
     panels = panels_in_use(heads, head, IS_KEY)
-    used = tl.where(slot < tl.cdiv(tokens.n, CHUNK) + panels, panels, 0)
-    last = (head.number * BINS + bins) * tokens.blocks + tokens.blocks - 1
-    ends = tl.load(tokens.ends + last, bins < used, other=NO_END)
-    panel = tl.sum(((ends - 1) // CHUNK + bins < slot).to(tl.int32), 0)
-    low = (slot - panel) * CHUNK
-    start, end = low, low
-    if (panel < panels) & (low < tokens.n):
-        start, end = panel_part(tokens, head, panel, low, low + CHUNK, BINS)
+    panel, start, end = panels, 0, 0
+    if (panels > 0) & (slot < tl.cdiv(tokens.n, CHUNK) + panels):
+        last = (head * BINS + bins) * tokens.blocks + tokens.blocks - 1
+        ends = tl.load(tokens.ends + last, bins < panels, other=NO_END)
+        panel = tl.sum(((ends - 1) // CHUNK + bins < slot).to(tl.int32), 0)
+        low = (slot - panel) * CHUNK
+        if (panel < panels) & (low < tokens.n):
+            start, end = panel_part(tokens, head, panel, low, low + CHUNK, BINS)
+    return Slot(head, slot, panel, start, end)
+
+
+@triton.jit
+def open_part(slot, heads, tokens, dv, NODES: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """The part of a slot that has tokens."""
     return Part(
-        head,
-        heads.layout + head.number * FIELDS,
-        panel,
-        start,
-        end,
-        tokens.order + head.number * tokens.n,
-        tokens.places + head.number * tokens.n,
-        (head.number * tokens.panels + panel) * NODES,
-        (head.number * tokens.slots + slot) * NODES,
+        head_of(slot.head, heads.lead),
+        heads.layout + slot.head * FIELDS,
+        tokens.order + slot.head * tokens.n,
+        tokens.places + slot.head * tokens.n,
+        (slot.head * tokens.panels + slot.panel) * NODES,
+        (slot.head * tokens.slots + slot.number) * NODES,
+        span_of(tl.program_id(1) * BLOCK_DV, dv, BLOCK_DV),
     )
 
 
 @triton.jit
-def columns_of(dv, BLOCK_DV: tl.constexpr):
-    """The columns of the values that this program takes.
-
-    Not in `load_part`: found before a kernel may return, they cost registers and a spill.
-    """
-    return span_of(tl.program_id(1) * BLOCK_DV, dv, BLOCK_DV)
-
-
-@triton.jit
-def load_tile(part, tile, TILE: tl.constexpr, NODES: tl.constexpr, WORK: tl.constexpr):
+def load_tile(part, tile, end, TILE: tl.constexpr, NODES: tl.constexpr, WORK: tl.constexpr):
     """(position, index, which of them exist, weights on the nodes) of a tile of tokens."""
     position = tile + tl.arange(0, TILE)
-    valid = position < part.end
+    valid = position < end
     index = tl.load(part.order + position, valid, other=0)
     # Tokens past the end of the part lie on other panels: 0 keeps their powers finite.
     place = tl.load(part.places + position, valid, other=0.0)
@@ -196,15 +192,16 @@ def moments_kernel(
     PRECISION: tl.constexpr,
 ):
     """Sums over the keys of a part onto the nodes of its panel."""
-    part = load_part(heads, tokens, True, BINS, CHUNK, NODES)
-    if part.start >= part.end:
+    slot = find_slot(heads, tokens, True, BINS, CHUNK)
+    if slot.start >= slot.end:
         return
-    head, columns = part.head, columns_of(dv, BLOCK_DV)
-    own = end_value(value, head, part.row, is_upper(part.panel, part.row, True), columns)
+    part = open_part(slot, heads, tokens, dv, NODES, BLOCK_DV)
+    head, columns = part.head, part.columns
+    own = end_value(value, head, part.row, is_upper(slot.panel, part.row, True), columns)
     sums = tl.zeros([NODES, BLOCK_DV], WORK)
     total = tl.zeros([NODES], WORK)
-    for tile in range(part.start, part.end, TILE):
-        _, index, valid, weight = load_tile(part, tile, TILE, NODES, WORK)
+    for tile in range(slot.start, slot.end, TILE):
+        _, index, valid, weight = load_tile(part, tile, slot.end, TILE, NODES, WORK)
         weight = tl.where(valid[:, None], weight, 0.0)
         v = load_rows(value, head, index, valid, columns)
         if sums.dtype == tl.float64:
@@ -238,17 +235,17 @@ def reduce_kernel(
     NODES: tl.constexpr,
 ):
     """Adds the parts of a panel in the order of the chunks."""
-    head = head_of(tl.program_id(0) // tokens.panels, heads.lead)
+    head = (tl.program_id(0) // tokens.panels).to(tl.int64)
     panel = tl.program_id(0) % tokens.panels
     if panel >= panels_in_use(heads, head, IS_KEY):
         return
     start, end = panel_part(tokens, head, panel, 0, NO_END, BINS)
-    nodes, columns = tl.arange(0, NODES), columns_of(dv, BLOCK_DV)
+    nodes, columns = tl.arange(0, NODES), span_of(tl.program_id(1) * BLOCK_DV, dv, BLOCK_DV)
     sum = tl.zeros([NODES, BLOCK_DV], tl.float64)
     total = tl.zeros([NODES], tl.float64)
     if start < end:
         for chunk in range(start // CHUNK, (end - 1) // CHUNK + 1):
-            part = (head.number * tokens.slots + chunk + panel) * NODES
+            part = (head * tokens.slots + chunk + panel) * NODES
             sum += load_nodes(parts, part, columns, NODES).to(tl.float64)
             total += tl.load(part_totals + part + nodes)
     node = tl.program_id(0).to(tl.int64) * NODES
@@ -277,15 +274,16 @@ def evaluate_kernel(
     PRECISION: tl.constexpr,
 ):
     """Reads F and log Z off at the queries of a part."""
-    part = load_part(heads, tokens, False, BINS, CHUNK, NODES)
-    if part.start >= part.end:
+    slot = find_slot(heads, tokens, False, BINS, CHUNK)
+    if slot.start >= slot.end:
         return
-    line, columns = part.head.number * tokens.n, columns_of(dv, BLOCK_DV)
+    part = open_part(slot, heads, tokens, dv, NODES, BLOCK_DV)
+    line, columns = slot.head * tokens.n, part.columns
     table = load_nodes(node_out, part.node, columns, NODES)
     log_z_nodes = tl.load(log_z + part.node + tl.arange(0, NODES)).to(WORK)
-    reference = reference_key(part.panel, part.row)
-    for tile in range(part.start, part.end, TILE):
-        position, index, valid, weight = load_tile(part, tile, TILE, NODES, WORK)
+    reference = reference_key(slot.panel, part.row)
+    for tile in range(slot.start, slot.end, TILE):
+        position, index, valid, weight = load_tile(part, tile, slot.end, TILE, NODES, WORK)
         if lse is not None:
             if tl.program_id(1) == 0:
                 number = tl.load(numbers + line + position, valid, other=0.0)
@@ -319,18 +317,19 @@ def query_moments_kernel(
     PRECISION: tl.constexpr,
 ):
     """Sums of g onto the query nodes, and dq_i = scale (g_i . F'(t_i) + dlse_i E[s])."""
-    part = load_part(heads, tokens, False, BINS, CHUNK, NODES)
-    if part.start >= part.end:
+    slot = find_slot(heads, tokens, False, BINS, CHUNK)
+    if slot.start >= slot.end:
         return
-    head, columns, nodes = part.head, columns_of(dv, BLOCK_DV), tl.arange(0, NODES)
+    part = open_part(slot, heads, tokens, dv, NODES, BLOCK_DV)
+    head, columns, nodes = part.head, part.columns, tl.arange(0, NODES)
     grad_query += (tl.program_id(1).to(tl.int64) * heads.lead.heads + head.number) * tokens.n
     slopes = load_nodes(node_slopes, part.node, columns, NODES)
     gaps = tl.load(mean_gaps + part.node + nodes)
-    reference = reference_key(part.panel, part.row)
+    reference = reference_key(slot.panel, part.row)
     sums = tl.zeros([NODES, BLOCK_DV], WORK)
     lse_sums = tl.zeros([NODES], tl.float64)
-    for tile in range(part.start, part.end, TILE):
-        _, index, valid, weight = load_tile(part, tile, TILE, NODES, WORK)
+    for tile in range(slot.start, slot.end, TILE):
+        _, index, valid, weight = load_tile(part, tile, slot.end, TILE, NODES, WORK)
         weight = tl.where(valid[:, None], weight, 0.0)
         g = load_rows(grad_out, head, index, valid, columns)
         slope = tl.dot(weight.to(tl.float32), slopes, input_precision=PRECISION)
@@ -373,18 +372,19 @@ def evaluate_keys_kernel(
     PRECISION: tl.constexpr,
 ):
     """Reads dk and dv off at the keys of a part, from the tables at the key nodes."""
-    part = load_part(heads, tokens, True, BINS, CHUNK, NODES)
-    if part.start >= part.end:
+    slot = find_slot(heads, tokens, True, BINS, CHUNK)
+    if slot.start >= slot.end:
         return
-    head, columns = part.head, columns_of(dv, BLOCK_DV)
+    part = open_part(slot, heads, tokens, dv, NODES, BLOCK_DV)
+    head, columns = part.head, part.columns
     grad_key += (tl.program_id(1).to(tl.int64) * heads.lead.heads + head.number) * tokens.n
     grad_value += head.number * tokens.n * dv
     values = load_nodes(value_table, part.node, columns, NODES)
     slopes = load_nodes(slope_table, part.node, columns, NODES)
     rests = tl.load(rest_table + part.node + tl.arange(0, NODES))
-    own = end_value(value, head, part.row, is_upper(part.panel, part.row, True), columns)
-    for tile in range(part.start, part.end, TILE):
-        _, index, valid, weight = load_tile(part, tile, TILE, NODES, WORK)
+    own = end_value(value, head, part.row, is_upper(slot.panel, part.row, True), columns)
+    for tile in range(slot.start, slot.end, TILE):
+        _, index, valid, weight = load_tile(part, tile, slot.end, TILE, NODES, WORK)
         narrow = weight.to(tl.float32)
         v = load_rows(value, head, index, valid, columns)
         slope = tl.dot(narrow, slopes, input_precision=PRECISION)

@@ -26,7 +26,7 @@ from boltzattn.triton_kernels import (
 from boltzattn.triton_kernels import project as projection
 from boltzattn.triton_kernels.launch import TOKEN_BLOCK
 from boltzattn.triton_kernels.project import project
-from boltzattn.triton_kernels.tolerances import TOLERANCES, most_panels
+from boltzattn.triton_kernels.tolerances import PRECISION, most_panels
 from boltzattn.triton_kernels.tools import report
 from boltzattn.triton_kernels.tools.compilation import (
     TARGETS,
@@ -314,7 +314,7 @@ def counted_forward(n: int) -> PtxRun:
 def forward_bytes(n: int, without: tuple[str, ...] = ()) -> int:
     """Global bytes of it: those of the kernels, counted by ptxrun, and those of torch's running
     sums over the counts of panels, 8 per bin and block."""
-    bins = sum(1 << panels.bit_length() for panels in most_panels(n, TOLERANCES[torch.bfloat16]))
+    bins = sum(1 << panels.bit_length() for panels in most_panels(n, PRECISION[torch.bfloat16]))
     return counted_forward(n).bytes_moved(without) + 8 * bins * (n // TOKEN_BLOCK)
 
 

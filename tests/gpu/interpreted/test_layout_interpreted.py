@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from boltzattn import _C
-from boltzattn.transform import layout
 from boltzattn.problem import Problem
+from boltzattn.transform import layout
 from boltzattn.triton_kernels.launch import NODES
 from boltzattn.triton_kernels.layout import (
     KEY_PANELS,
@@ -22,7 +22,7 @@ from boltzattn.triton_kernels.layout import (
     locate,
     query_nodes,
 )
-from boltzattn.triton_kernels.tolerances import TOLERANCES
+from boltzattn.triton_kernels.tolerances import PRECISION
 from boltzattn.triton_kernels.transform_launch import find_layouts
 from torch import Tensor
 
@@ -97,7 +97,7 @@ def spans() -> list[layout.Range]:
 
 @pytest.mark.parametrize("span", spans(), ids=str)
 def test_as_in_python_and_cpp(span: layout.Range) -> None:
-    tolerances = TOLERANCES[torch.float32]
+    precision = PRECISION[torch.float32]
     # fp32 has the numbers; what it rounds them to is the range.
     query = torch.tensor([span.t_min, span.t_max]).view(1, 2, 1)
     key = torch.linspace(span.s_min, span.s_max, span.keys).view(1, span.keys, 1)
@@ -107,23 +107,23 @@ def test_as_in_python_and_cpp(span: layout.Range) -> None:
     sizes = (exact.t_min, exact.t_max, exact.s_min, exact.s_max, exact.keys, NODES, NODES)
     share = torch.cat([torch.tensor([0.0, 1.0]), torch.rand(TOKENS - 2)]).double()
 
-    ours = layout.make_layout(exact, NODES, NODES, tolerances.query)
+    ours = layout.make_layout(exact, NODES, NODES, precision.query)
     t = exact.t_min + share * (exact.t_max - exact.t_min)
     nodes, *located = probe(row, t, ours.query.panels, False)
     u = ours.query.positions()
     slope = ours.tau * u.cosh() * (1 + u.abs())  # by which t follows u
     assert_close(nodes, ours.query_nodes(), slope)
-    theirs = _C.layout(*sizes, tolerances.query)["query_nodes"]
+    theirs = _C.layout(*sizes, precision.query)["query_nodes"]
     assert_close(nodes, torch.tensor(theirs, dtype=torch.float64), slope)
     assert_located(ours.query, ours.warp_queries(t), *located)
 
-    ours = layout.make_layout(exact, NODES, NODES, tolerances.key)
+    ours = layout.make_layout(exact, NODES, NODES, precision.key)
     s = exact.s_min + share * (exact.s_max - exact.s_min)
     nodes, *located = probe(row, s, ours.key.panels, True)
     edge = 0.5 * math.log(max(exact.largest_product, 4.0))
     size = abs(ours.middle) + ours.radius * (1 + edge)
     assert_close(nodes, ours.key_nodes(), size)
-    theirs = _C.layout(*sizes, tolerances.key)["key_nodes"]
+    theirs = _C.layout(*sizes, precision.key)["key_nodes"]
     assert_close(nodes + ours.middle, torch.tensor(theirs, dtype=torch.float64), size)
     # atanh loses what 1 - y has lost: at the ends by a factor of cosh^2, 3e7.
     w = ours.warp_keys(s)
