@@ -14,7 +14,7 @@ from boltzattn.triton_kernels.direct_kernels import (
     direct_query_gradient_kernel,
 )
 from boltzattn.triton_kernels.heads import lead_of, strided
-from boltzattn.triton_kernels.launch import cdiv, direct_options, launch, on_device
+from boltzattn.triton_kernels.launch import cdiv, direct_options, launch, on_device, sum_shares
 from torch import Tensor
 
 
@@ -110,7 +110,7 @@ def backward_unserved(
             **by_key,
         )
     for grad, parts in ((found.query, to_query), (found.key, to_key)):
-        whole = parts[0] if shares == 1 else parts.sum(0)
+        whole = sum_shares(parts)
         if served is None:
             grad.copy_(whole)
         else:

@@ -58,6 +58,13 @@ class Span(NamedTuple):
     size: Any
 
 
+class Split(NamedTuple):
+    """A number as the sum of two of fp32: a kernel takes no fp64 argument."""
+
+    high: float
+    low: float
+
+
 def strided(x: Tensor | None, trailing: int) -> Strided | None:
     """x as kernels take it, with three leading axes before its `trailing` own; more are merged."""
     if x is None:
@@ -75,16 +82,15 @@ def lead_of(x: Tensor, trailing: int) -> Lead:
     return Lead(math.prod(lead), *(1, 1, *lead)[-2:])
 
 
-def split(x: float) -> tuple[float, float]:
-    """x as the sum of two fp32 numbers: a kernel takes no fp64 argument."""
+def split(x: float) -> Split:
     high = torch.tensor(x, dtype=torch.float32).item()
-    return high, x - high
+    return Split(high, x - high)
 
 
 @triton.jit
 def joined(x):
     """The fp64 number that was split."""
-    return tl.cast(x[0], tl.float64) + tl.cast(x[1], tl.float64)
+    return tl.cast(x.high, tl.float64) + tl.cast(x.low, tl.float64)
 
 
 @triton.jit

@@ -61,6 +61,11 @@ def launching_by(launcher: Callable, on: str = "ampere") -> Iterator[None]:
         _architecture.reset(tokens[1])
 
 
+def sum_shares(shares: Tensor) -> Tensor:
+    """A gradient from the shares of the blocks of columns, which stand on the first axis."""
+    return shares[0] if len(shares) == 1 else shares.sum(0)
+
+
 def on_device(x: Tensor) -> contextlib.AbstractContextManager:
     """Kernels start on the device of their tensors, whichever is current."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -121,7 +121,7 @@ def layer_forward(problem: LayerProblem) -> Tensor:
     (batch, n, _), (heads, d_out, d) = value.shape, weight.shape
     out = value.new_empty(batch, n, d_out, dtype=torch.float32)
     with on_device(value):
-        transform = run_to_core(heads_first(problem), slopes=False)
+        transform = run_to_core(heads_first(problem), for_backward=False)
         node_out = transform.core.node_out
         tables = node_out.view(heads, -1, d) @ weight.float().mT
         tables = tables.view(*node_out.shape[:-1], d_out)
@@ -154,7 +154,7 @@ def layer_backward(grad_out: Tensor, problem: LayerProblem) -> LayerGradients:
     grad_weight = value.new_zeros(heads, batch, d_out, d, dtype=torch.float32)
     grad_value = value.new_zeros(batch, n, d, dtype=torch.float32)
     with on_device(value):
-        transform = run_to_core(heads_first(problem), slopes=True)
+        transform = run_to_core(heads_first(problem), for_backward=True)
         layout, core = transform.heads.layout, transform.core
         nodes = core.node_out.shape[:-1]  # heads * batch, panels, nodes of a panel
         slopes = core.node_slopes.view(heads, -1, d) @ weight.float().mT

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from boltzattn.triton_kernels.extents import EXTENT, join_extents
+from boltzattn.triton_kernels.heads import Lead
 
 T_MIN = tl.constexpr(0)
 T_MAX = tl.constexpr(1)
@@ -34,6 +35,16 @@ RADIUS = tl.constexpr(14)
 STRIP = tl.constexpr(15)
 FIELDS = tl.constexpr(16)
 PI = tl.constexpr(math.pi)
+
+
+class Heads(NamedTuple):
+    """What the stage `layout` finds of all heads."""
+
+    layout: Any  # [heads, FIELDS] fp64
+    served: Any  # [heads] int32
+    lead: Lead
+    query_panels: int  # at most
+    key_panels: int
 
 
 class Axis(NamedTuple):
@@ -138,12 +149,9 @@ def make_axis(low, high, widest):
 @triton.jit
 def layout_kernel(
     parts,  # of extents
-    layout,  # [heads, FIELDS] fp64, written
-    served,  # [heads] int32, written
+    heads,  # layout and served are written
     blocks,
     largest_product,
-    query_panels,
-    key_panels,
     QUERY_PRECISION: tl.constexpr,
     KEY_PRECISION: tl.constexpr,
     NODES: tl.constexpr,
@@ -170,9 +178,10 @@ def layout_kernel(
     k_origin, k_half, k_panels = make_axis(-edge, edge, 1 / (rho - 1 / rho) * (PI / 2))
 
     can_serve = (t.regular > 0) & (s.regular > 0) & (s.tokens > 0) & (product <= largest_product)
-    can_serve = can_serve & (q_panels <= query_panels) & (k_panels <= key_panels)
-    tl.store(served + head, can_serve.to(tl.int32))
-    to = layout + head * FIELDS
+    can_serve = can_serve & (q_panels <= heads.query_panels)
+    can_serve = can_serve & (k_panels <= heads.key_panels)
+    tl.store(heads.served + head, can_serve.to(tl.int32))
+    to = heads.layout + head * FIELDS
     tl.store(to + T_MIN, t.low)
     tl.store(to + T_MAX, t.high)
     tl.store(to + S_MIN, s.low)

@@ -13,16 +13,8 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from boltzattn.triton_kernels.heads import Lead, head_of, inside, joined, load_vector, span_of
+from boltzattn.triton_kernels.heads import head_of, inside, joined, load_vector, span_of
 from boltzattn.triton_kernels.layout import FIELDS, load_axis, locate
-
-
-class Heads(NamedTuple):
-    """What the kernels of a transform know of every head."""
-
-    layout: Any  # [heads, FIELDS] fp64
-    served: Any  # [heads] int32
-    lead: Lead
 
 
 class Block(NamedTuple):
@@ -72,9 +64,9 @@ def count_kernel(
     x,
     mask,
     heads,
-    counts,  # [heads, BINS, blocks] int32, zeros; written
     n,
     scale,
+    counts,  # [heads, BINS, blocks] int32, zeros; written
     IS_KEY: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -105,12 +97,12 @@ def order_kernel(
     x,
     mask,
     heads,
+    n,
+    scale,
     ends,
     order,  # [heads, n] int32, written
     places,  # [heads, n] in [-1, 1], written
     numbers,  # [heads, n] of x's dtype, written: queries in that order; or None
-    n,
-    scale,
     IS_KEY: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -39,7 +39,7 @@ def transform_forward(problem: Problem) -> Saved:
         return direct_forward(problem)
     saved = empty_saved(problem)
     with on_device(problem.query):
-        transform = run_to_core(problem, slopes=False)
+        transform = run_to_core(problem, for_backward=False)
         evaluate(transform, transform.core.node_out, *saved)
     forward_unserved(problem, transform.heads.served, saved)
     return saved
@@ -52,7 +52,7 @@ def transform_backward(grads: OutputGradients, saved: Saved, problem: Problem) -
     new = "new_empty" if problem.key_mask is None else "new_zeros"
     found = Gradients(*(getattr(x, new)(x.shape) for x in problem[:3]))
     with on_device(problem.query):
-        transform = run_to_core(problem, slopes=True)
+        transform = run_to_core(problem, for_backward=True)
         to_query, *sums = query_moments(transform, transform.core.node_slopes, grads)
         to_key = evaluate_keys(transform, adjoint(transform, *sums), found.value)
         found.query.copy_(to_query.view(found.query.shape))

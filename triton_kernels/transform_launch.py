@@ -21,11 +21,12 @@ from boltzattn.triton_kernels.launch import (
     launch,
     node_options,
     precision,
+    sum_shares,
     token_options,
     work_dtype,
 )
-from boltzattn.triton_kernels.layout import FIELDS, layout_kernel
-from boltzattn.triton_kernels.sorting import Heads, count_kernel, order_kernel
+from boltzattn.triton_kernels.layout import FIELDS, Heads, layout_kernel
+from boltzattn.triton_kernels.sorting import count_kernel, order_kernel
 from boltzattn.triton_kernels.tolerances import PRECISION, ROUNDING, key_side_error, most_panels
 from boltzattn.triton_kernels.transform_nodes import adjoint_kernel, certify_kernel, core_kernel
 from boltzattn.triton_kernels.transform_tokens import (
@@ -49,13 +50,13 @@ class Core(NamedTuple):
     node_out: Tensor  # F [heads, panels, NODES, dv] fp32
     log_z: Tensor  # [heads, panels, NODES] fp64
     # For backward:
-    node_means: Tensor | None  # F - end value, like node_out
-    node_slopes: Tensor | None  # F', like node_out
-    mean_gaps: Tensor | None  # mean key - reference key, like log_z
+    node_means: Tensor | None = None  # F - end value, like node_out
+    node_slopes: Tensor | None = None  # F', like node_out
+    mean_gaps: Tensor | None = None  # mean key - reference key, like log_z
 
 
 class Transform(NamedTuple):
-    """A problem up to the core, where forward and backward part."""
+    """A problem after the core, which forward and backward both start from."""
 
     problem: Problem
     heads: Heads
@@ -66,54 +67,44 @@ class Transform(NamedTuple):
 
 
 class KeyTables(NamedTuple):
-    """What the gradients of keys and values are read off, at the key nodes."""
+    """What the adjoint finds at the key nodes: dv, and dk = slope . (v - end value) + rest."""
 
     value: Tensor  # [heads, panels, NODES, dv] fp32
-    slope: Tensor  # like value: to be multiplied by v - end value
-    rest: Tensor  # [heads, panels, NODES] fp64: to be added
+    slope: Tensor  # like value
+    rest: Tensor  # [heads, panels, NODES] fp64
 
 
 def find_layouts(problem: Problem) -> Heads:
-    """The stages `extents` and `layout`: one look at queries and keys."""
+    """The stages `extents` and `layout`."""
     query, key = problem.query, problem.key
     n_q, n_k, lead = query.shape[-2], key.shape[-2], lead_of(query, 2)
     aims, blocks = PRECISION[query.dtype], cdiv(max(n_q, n_k), TOKEN_BLOCK)
     parts = query.new_empty(lead.heads, 2, blocks, EXTENT.value, dtype=torch.float64)
     layout = query.new_empty(lead.heads, FIELDS.value, dtype=torch.float64)
     served = query.new_empty(lead.heads, dtype=torch.int32)
-    launch(
-        extents_kernel,
-        (lead.heads * blocks,),
-        strided(query, 2),
-        strided(key, 2),
-        strided(problem.key_mask, 1),
-        parts,
-        lead,
-        n_q,
-        n_k,
-        split(problem.scale),
-        BLOCK=TOKEN_BLOCK,
-    )
+    heads = Heads(layout, served, lead, *most_panels(n_k, aims))
+    inputs = strided(query, 2), strided(key, 2), strided(problem.key_mask, 1)
+    sizes = lead, n_q, n_k, split(problem.scale)
+    launch(extents_kernel, (lead.heads * blocks,), *inputs, parts, *sizes, BLOCK=TOKEN_BLOCK)
     launch(
         layout_kernel,
         (lead.heads,),
         parts,
-        layout,
-        served,
+        heads,
         blocks,
         LARGEST_PRODUCT,
-        *most_panels(n_k, aims),
         QUERY_PRECISION=aims.query,
         KEY_PRECISION=aims.key,
         NODES=NODES,
         BLOCK=128,
     )
-    return Heads(layout, served, lead)
+    return heads
 
 
-def sort(problem: Problem, heads: Heads, panels: int, is_key: bool) -> tuple[Tokens, Tensor | None]:
-    """The tokens of an axis in the order of their panels, and, of queries, their numbers."""
+def sort(problem: Problem, heads: Heads, is_key: bool) -> tuple[Tokens, Tensor | None]:
+    """The tokens of an axis in the order of their panels, and the queries themselves in it."""
     x, mask = (problem.key, problem.key_mask) if is_key else (problem.query, None)
+    panels, scale = (heads.key_panels, 1.0) if is_key else (heads.query_panels, problem.scale)
     n, count = x.shape[-2], heads.lead.heads
     blocks = cdiv(n, TOKEN_BLOCK)
     bins = 1 << panels.bit_length()  # one at least for masked keys
@@ -121,15 +112,14 @@ def sort(problem: Problem, heads: Heads, panels: int, is_key: bool) -> tuple[Tok
     order = x.new_empty(count, n, dtype=torch.int32)
     places = x.new_empty(count, n, dtype=work_dtype(x.dtype))
     numbers = None if is_key else x.new_empty(count, n)
-    grid, inputs = (count * blocks,), (strided(x, 2), strided(mask, 1), heads)
-    sizes = n, split(1.0 if is_key else problem.scale)
+    grid, inputs = (count * blocks,), (strided(x, 2), strided(mask, 1), heads, n, split(scale))
     fixed = {"IS_KEY": is_key, "BINS": bins, "BLOCK": TOKEN_BLOCK}
-    launch(count_kernel, grid, *inputs, counts, *sizes, **fixed)
+    launch(count_kernel, grid, *inputs, counts, **fixed)
     ends = counts.flatten(1).cumsum(1, dtype=torch.int32)
     fixed["LEVELS"] = TOKEN_BLOCK.bit_length() - 1
-    launch(order_kernel, grid, *inputs, ends, order, places, numbers, *sizes, **fixed)
+    launch(order_kernel, grid, *inputs, ends, order, places, numbers, **fixed)
     slots = cdiv(n, CHUNK) + panels
-    return Tokens(counts, ends, order, places, n, blocks, slots, panels), numbers
+    return Tokens(counts, ends, order, places, split(scale), n, blocks, slots, panels), numbers
 
 
 PASSES = {
@@ -140,10 +130,9 @@ PASSES = {
 }
 
 
-def pass_over(
-    tokens: Tokens, name: str, heads: Heads, dtype: torch.dtype, dv: int, *args: Any
+def pass_over_tokens(
+    name: str, heads: Heads, tokens: Tokens, dtype: torch.dtype, dv: int, *args: Any
 ) -> None:
-    """Launch one of the passes."""
     grid = heads.lead.heads * tokens.slots, column_blocks(dv)
     fixed = token_options(name, dtype, dv)
     launch(PASSES[name], grid, heads, tokens, dv, *args, BINS=tokens.counts.shape[1], **fixed)
@@ -156,149 +145,94 @@ def new_parts(tokens: Tokens, dtype: torch.dtype, dv: int) -> tuple[Tensor, Tens
 
 
 def sum_parts(
-    tokens: Tokens, heads: Heads, is_key: bool, rows: Tensor, numbers: Tensor, dtype: torch.dtype
+    heads: Heads, tokens: Tokens, is_key: bool, rows: Tensor, numbers: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Parts added up in fp64: rows [heads, panels, NODES, dv] in dtype, numbers without dv."""
     shape, dv = (heads.lead.heads, tokens.panels, NODES), rows.shape[-1]
     sums, totals = rows.new_empty(*shape, dv, dtype=dtype), numbers.new_empty(shape)
-    launch(
-        reduce_kernel,
-        (heads.lead.heads * tokens.panels, column_blocks(dv)),
-        heads,
-        tokens,
-        dv,
-        rows,
-        numbers,
-        sums,
-        totals,
-        IS_KEY=is_key,
-        BINS=tokens.counts.shape[1],
-        CHUNK=CHUNK,
-        **node_options(dv),
-    )
+    grid = heads.lead.heads * tokens.panels, column_blocks(dv)
+    fixed = {"IS_KEY": is_key, "BINS": tokens.counts.shape[1], "CHUNK": CHUNK, **node_options(dv)}
+    launch(reduce_kernel, grid, heads, tokens, dv, rows, numbers, sums, totals, **fixed)
     return sums, totals
 
 
 def moments(problem: Problem, heads: Heads, keys: Tokens) -> tuple[Tensor, Tensor]:
     """Sums of value - end value and of ones onto the key nodes."""
-    value, dtype, dv = strided(problem.value, 2), problem.query.dtype, problem.value.shape[-1]
+    dtype, dv = problem.query.dtype, problem.value.shape[-1]
     parts = new_parts(keys, dtype, dv)
-    pass_over(keys, "moments", heads, dtype, dv, value, *parts)
+    pass_over_tokens("moments", heads, keys, dtype, dv, strided(problem.value, 2), *parts)
     # The core reads them once for every query panel: no wider than the parts.
-    return sum_parts(keys, heads, True, *parts, parts[0].dtype)
+    return sum_parts(heads, keys, True, *parts, parts[0].dtype)
 
 
 def run_core(
-    problem: Problem, heads: Heads, panels: tuple[int, int], slopes: bool, *sums: Tensor
+    problem: Problem, heads: Heads, sums: Tensor, totals: Tensor, for_backward: bool
 ) -> Core:
-    """The core; heads whose certificate is not good enough are no longer served."""
-    n_k, dv = problem.value.shape[-2:]
-    count, columns = heads.lead.heads, column_blocks(dv)
-    line, new = (count, panels[0], NODES), heads.layout.new_empty
-
-    def table() -> Tensor:
-        return new(*line, dv, dtype=torch.float32)
-
-    core = Core(
-        table(),
-        new(line),
-        table() if slopes else None,
-        table() if slopes else None,
-        new(line) if slopes else None,
-    )
-    bounds = new(count, panels[0], columns, 2, dtype=torch.float32)
-    launch(
-        core_kernel,
-        (count * panels[0], columns),
-        heads,
-        strided(problem.value, 2),
-        dv,
-        *panels,
-        *sums,
-        *core,
-        bounds,
-        PRECISION=precision(),
-        **node_options(dv),
-    )
-    dtype = problem.query.dtype
+    """The stage `core`; a head whose certificate is too large is no longer served."""
+    dtype, (n_k, dv) = problem.query.dtype, problem.value.shape[-2:]
+    count, columns, new = heads.lead.heads, column_blocks(dv), heads.layout.new_empty
+    line = count, heads.query_panels, NODES
+    table, line = new(*line, dv, dtype=torch.float32), new(line)
+    more = (table, table, line) if for_backward else ()
+    core = Core(table, line, *map(torch.empty_like, more))
+    bounds = new(count, heads.query_panels, columns, 2, dtype=torch.float32)
+    grid, value = (count * heads.query_panels, columns), strided(problem.value, 2)
+    fixed = {"PRECISION": precision(), **node_options(dv)}
+    launch(core_kernel, grid, heads, value, dv, sums, totals, *core, bounds, **fixed)
     floor = key_side_error(n_k, PRECISION[dtype]) + ROUNDING[dtype]
-    sizes = panels[0], columns, floor, TOLERANCE[dtype]
-    launch(certify_kernel, (count,), heads, bounds, *sizes, BLOCK=128)
+    launch(certify_kernel, (count,), heads, bounds, columns, floor, TOLERANCE[dtype], BLOCK=128)
     return core
 
 
-def run_to_core(problem: Problem, slopes: bool) -> Transform:
-    """The stages up to the core; `slopes` are what backward needs of it."""
-    panels = most_panels(problem.key.shape[-2], PRECISION[problem.query.dtype])
+def run_to_core(problem: Problem, for_backward: bool) -> Transform:
+    """The stages up to the core."""
     heads = find_layouts(problem)
-    queries, numbers = sort(problem, heads, panels[0], is_key=False)
-    keys, _ = sort(problem, heads, panels[1], is_key=True)
-    core = run_core(problem, heads, panels, slopes, *moments(problem, heads, keys))
+    queries, numbers = sort(problem, heads, is_key=False)
+    keys, _ = sort(problem, heads, is_key=True)
+    core = run_core(problem, heads, *moments(problem, heads, keys), for_backward)
     return Transform(problem, heads, queries, numbers, keys, core)
 
 
 def evaluate(transform: Transform, node_out: Tensor, out: Tensor, lse: Tensor | None) -> None:
     """Fill out [heads, n, dv] and lse [heads, n] of the heads that are served, from F at nodes."""
-    problem, dv = transform.problem, node_out.shape[-1]
-    tables = transform.numbers, node_out, transform.core.log_z
-    inputs = transform.heads, problem.query.dtype, dv, split(problem.scale), *tables
-    pass_over(transform.queries, "evaluate", *inputs, out, lse)
+    dtype, dv = transform.problem.query.dtype, node_out.shape[-1]
+    args = transform.numbers, node_out, transform.core.log_z, out, lse
+    pass_over_tokens("evaluate", transform.heads, transform.queries, dtype, dv, *args)
 
 
 def query_moments(
     transform: Transform, node_slopes: Tensor, grads: OutputGradients
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq [heads, n] fp32, sums of grad_out and of grad_lse onto the query nodes, fp64)."""
-    problem, heads, queries, dv = *transform[:3], node_slopes.shape[-1]
-    parts = new_parts(queries, problem.query.dtype, dv)
-    shape = column_blocks(dv), heads.lead.heads, queries.n
-    shares = queries.order.new_empty(shape, dtype=torch.float32)
-    inputs = heads, problem.query.dtype, dv, split(problem.scale)
+    heads, queries = transform.heads, transform.queries
+    dtype, dv = transform.problem.query.dtype, node_slopes.shape[-1]
+    parts = new_parts(queries, dtype, dv)
+    shares = queries.order.new_empty(column_blocks(dv), *queries.order.shape, dtype=torch.float32)
     incoming = strided(grads.out, 2), strided(grads.lse, 1)
-    tables = node_slopes, transform.core.mean_gaps
-    pass_over(queries, "query_moments", *inputs, *incoming, *tables, *parts, shares)
-    return summed(shares), *sum_parts(queries, heads, False, *parts, torch.float64)
-
-
-def summed(shares: Tensor) -> Tensor:
-    """The gradient from the shares of the blocks of columns."""
-    return shares[0] if len(shares) == 1 else shares.sum(0)
+    args = *incoming, node_slopes, transform.core.mean_gaps, *parts, shares
+    pass_over_tokens("query_moments", heads, queries, dtype, dv, *args)
+    return sum_shares(shares), *sum_parts(heads, queries, False, *parts, torch.float64)
 
 
 def adjoint(transform: Transform, sums: Tensor, lse_sums: Tensor) -> KeyTables:
-    """The core read backwards."""
+    """The adjoint of the core, from query nodes to key nodes."""
     heads, core, dv = transform.heads, transform.core, sums.shape[-1]
-    panels, columns = transform.keys.panels, column_blocks(dv)
-    line, new = (heads.lead.heads, panels, NODES), heads.layout.new_empty
-    value, slope = new(2, *line, dv, dtype=torch.float32)
-    rest = new(columns, *line)
-    launch(
-        adjoint_kernel,
-        (heads.lead.heads * panels, columns),
-        heads,
-        strided(transform.problem.value, 2),
-        dv,
-        transform.queries.panels,
-        panels,
-        sums,
-        lse_sums,
-        core.node_means,
-        core.log_z,
-        value,
-        slope,
-        rest,
-        PRECISION=precision(),
-        **node_options(dv),
-    )
-    return KeyTables(value, slope, rest.sum(0))
+    line, new = (heads.lead.heads, heads.key_panels, NODES), heads.layout.new_empty
+    tables = new(2, *line, dv, dtype=torch.float32)
+    rest = new(column_blocks(dv), *line)
+    grid = heads.lead.heads * heads.key_panels, column_blocks(dv)
+    args = strided(transform.problem.value, 2), dv, sums, lse_sums, core.node_means, core.log_z
+    fixed = {"PRECISION": precision(), **node_options(dv)}
+    launch(adjoint_kernel, grid, heads, *args, *tables, rest, **fixed)
+    return KeyTables(*tables, rest.sum(0))
 
 
 def evaluate_keys(transform: Transform, tables: KeyTables, grad_value: Tensor) -> Tensor:
     """Fill grad_value [heads, n, dv] of the keys that are not masked; dk [heads, n] fp32."""
     problem, heads, keys = transform.problem, transform.heads, transform.keys
-    dv = problem.value.shape[-1]
-    shape = column_blocks(dv), heads.lead.heads, keys.n
-    shares = keys.order.new_zeros(shape, dtype=torch.float32)  # of masked keys
-    inputs = heads, problem.query.dtype, dv, strided(problem.value, 2)
-    pass_over(keys, "evaluate_keys", *inputs, *tables, shares, grad_value)
-    return summed(shares)
+    dtype, dv = problem.query.dtype, problem.value.shape[-1]
+    # Zeros for masked keys.
+    shares = keys.order.new_zeros(column_blocks(dv), *keys.order.shape, dtype=torch.float32)
+    args = strided(problem.value, 2), *tables, shares, grad_value
+    pass_over_tokens("evaluate_keys", heads, keys, dtype, dv, *args)
+    return sum_shares(shares)

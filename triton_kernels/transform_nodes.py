@@ -57,8 +57,6 @@ def core_kernel(
     heads,
     value,
     dv,
-    query_panels,
-    key_panels,
     sums,  # [heads, key panels, NODES, dv] fp64, of half precision fp32
     totals,  # [heads, key panels, NODES] fp64
     node_out,  # [heads, query panels, NODES, dv] fp32, written: F
@@ -72,7 +70,7 @@ def core_kernel(
     PRECISION: tl.constexpr,
 ):
     """F and log Z (and their slopes) at the nodes of a query panel."""
-    head, panel, row, columns = load_panel(heads, query_panels, dv, BLOCK_DV)
+    head, panel, row, columns = load_panel(heads, heads.query_panels, dv, BLOCK_DV)
     if panel >= panels_in_use(heads, head.number, False):
         return
     nodes = tl.arange(0, NODES)
@@ -89,7 +87,7 @@ def core_kernel(
         exponent = t[:, None] * gap[None, :]
         if tl.max(tl.max(exponent, 1), 0) > NEGLIGIBLE:
             kernel = tl.exp(exponent)
-            node = (head.number * key_panels + k) * NODES
+            node = (head.number * heads.key_panels + k) * NODES
             own = end_value(value, head, row, is_upper(k, row, True), columns)
             m = load_nodes(sums, node, columns, NODES).to(tl.float64)
             total = tl.load(totals + node + nodes)
@@ -117,7 +115,7 @@ def core_kernel(
         if tl.program_id(1) == 0:
             tl.store(mean_gaps + node + nodes, mean_gap)
 
-    # The certificate of docs/transform.md: what the last four Chebyshev coefficients foretell.
+    # The certificate of docs/transform.md, from the last four Chebyshev coefficients.
     ratio = tl.load(row + STRIP) / tl.load(row + QUERY_HALF)
     rho = ratio + tl.sqrt(ratio * ratio + 1)
     largest = tl.zeros([], tl.float64)
@@ -140,18 +138,17 @@ def core_kernel(
 def certify_kernel(
     heads,  # served is updated
     bounds,
-    query_panels,
     column_blocks,
-    floor,  # the parts of the error that sizes alone decide
+    floor,  # the parts of the error that follow from dtype and n
     tolerance,
     BLOCK: tl.constexpr,
 ):
-    """Bounds max|out - exact| / max|v| of a head, and gives the head up if that is too much."""
+    """Bounds max|out - exact| / max|v| of a head, which is not served if that is too much."""
     head = head_of(tl.program_id(0), heads.lead)
     count = panels_in_use(heads, head.number, False) * column_blocks
     if count == 0:
         return
-    bounds += head.number * query_panels * column_blocks * 2
+    bounds += head.number * heads.query_panels * column_blocks * 2
     error = tl.zeros([BLOCK], tl.float32)
     size = tl.zeros([BLOCK], tl.float32)
     odd = tl.zeros([BLOCK], tl.int32)
@@ -173,8 +170,6 @@ def adjoint_kernel(
     heads,
     value,
     dv,
-    query_panels,
-    key_panels,
     sums,  # [heads, query panels, NODES, dv] fp64: of grad_out
     lse_sums,  # [heads, query panels, NODES] fp64: of grad_lse
     node_means,
@@ -186,11 +181,11 @@ def adjoint_kernel(
     NODES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The core read backwards, at the nodes of a key panel:
+    """The adjoint of the core, at the nodes of a key panel:
 
     dv_j = sum_a E_aj / Z_a G_a,  ds_j = sum_a t_a E_aj / Z_a (G_a . (v_j - F_a) + H_a).
     """
-    head, panel, row, columns = load_panel(heads, key_panels, dv, BLOCK_DV)
+    head, panel, row, columns = load_panel(heads, heads.key_panels, dv, BLOCK_DV)
     if panel >= panels_in_use(heads, head.number, True):
         return
     nodes = tl.arange(0, NODES)
@@ -204,7 +199,7 @@ def adjoint_kernel(
         t = query_nodes(q, row, NODES)
         exponent = gap[:, None] * t[None, :]
         if tl.max(tl.max(exponent, 1), 0) > NEGLIGIBLE:
-            node = (head.number * query_panels + q) * NODES
+            node = (head.number * heads.query_panels + q) * NODES
             kernel = tl.exp(exponent - tl.load(log_z + node + nodes)[None, :])
             centre = end_value(value, head, row, is_upper(q, row, False), columns)
             g = load_nodes(sums, node, columns, NODES)

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from boltzattn.triton_kernels.heads import Head, Span, head_of, inside, joined, span_of, start_of
+from boltzattn.triton_kernels.heads import (
+    Head,
+    Span,
+    Split,
+    head_of,
+    inside,
+    joined,
+    span_of,
+    start_of,
+)
 from boltzattn.triton_kernels.layout import (
     AT_MAX,
     AT_MIN,
@@ -34,6 +43,7 @@ class Tokens(NamedTuple):
     ends: Any
     order: Any  # [heads, n] int32
     places: Any  # [heads, n]
+    scale: Split
     n: int
     blocks: int
     slots: int  # of parts
@@ -97,7 +107,7 @@ def find_slot(heads, tokens, IS_KEY: tl.constexpr, BINS: tl.constexpr, CHUNK: tl
 
 @triton.jit
 def open_part(slot, heads, tokens, dv, NODES: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """The part of a slot that has tokens."""
+    """The part of a slot that has tokens; found earlier, it would cost registers and a spill."""
     return Part(
         head_of(slot.head, heads.lead),
         heads.layout + slot.head * FIELDS,
@@ -259,7 +269,6 @@ def evaluate_kernel(
     heads,
     tokens,
     dv,
-    scale,
     numbers,
     node_out,
     log_z,
@@ -273,7 +282,7 @@ def evaluate_kernel(
     WORK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Reads F and log Z off at the queries of a part."""
+    """F and log Z at the queries of a part."""
     slot = find_slot(heads, tokens, False, BINS, CHUNK)
     if slot.start >= slot.end:
         return
@@ -287,7 +296,7 @@ def evaluate_kernel(
         if lse is not None:
             if tl.program_id(1) == 0:
                 number = tl.load(numbers + line + position, valid, other=0.0)
-                t = number.to(tl.float64) * joined(scale)
+                t = number.to(tl.float64) * joined(tokens.scale)
                 rest = tl.sum(weight * log_z_nodes[None, :], 1)
                 tl.store(lse + line + index, t * reference + rest.to(tl.float64), valid)
         rows = tl.dot(weight.to(tl.float32), table, input_precision=PRECISION)
@@ -299,7 +308,6 @@ def query_moments_kernel(
     heads,
     tokens,
     dv,
-    scale,
     grad_out,
     grad_lse,
     node_slopes,
@@ -346,7 +354,7 @@ def query_moments_kernel(
                 wide = weight.to(tl.float64)
                 to_t += h * (reference + tl.sum(wide * gaps[None, :], 1))
                 lse_sums += tl.sum(wide * h[:, None], 0)
-        tl.store(grad_query + index, (to_t * joined(scale)).to(tl.float32), valid)
+        tl.store(grad_query + index, (to_t * joined(tokens.scale)).to(tl.float32), valid)
     store_nodes(parts, part.sums, columns, sums, NODES)
     if tl.program_id(1) == 0:
         tl.store(part_lse + part.sums + nodes, lse_sums)
@@ -371,7 +379,7 @@ def evaluate_keys_kernel(
     WORK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Reads dk and dv off at the keys of a part, from the tables at the key nodes."""
+    """dk and dv at the keys of a part, from the tables at the key nodes."""
     slot = find_slot(heads, tokens, True, BINS, CHUNK)
     if slot.start >= slot.end:
         return

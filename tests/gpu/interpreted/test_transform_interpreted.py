@@ -37,7 +37,7 @@ def problem_of(query: Tensor, key: Tensor, value: Tensor, scale: float = 1.0) ->
 
 def served(query: Tensor, key: Tensor, value: Tensor) -> list[int]:
     """Which heads the transform itself serves."""
-    return run_to_core(problem_of(query, key, value), slopes=False).heads.served.tolist()
+    return run_to_core(problem_of(query, key, value), for_backward=False).heads.served.tolist()
 
 
 @pytest.mark.parametrize(
