@@ -258,7 +258,11 @@ def extensions_and_commands() -> tuple[list[Extension], dict]:
 if __name__ == "__main__":  # tests import this file for its knowledge of compilers
     extensions, commands = extensions_and_commands()
     setup(
-        packages=[*find_packages("python"), "boltzattn.triton_kernels"],
+        packages=[
+            *find_packages("python"),
+            "boltzattn.triton_kernels",
+            "boltzattn.triton_kernels.tools",
+        ],
         package_dir={"": "python", "boltzattn.triton_kernels": "triton_kernels"},
         package_data={"boltzattn": ["py.typed", "*.kernels"]},
         ext_modules=extensions,
