@@ -101,16 +101,9 @@ def attention(
         return _gathered(
             query, key, value, group, scale, enable_gqa, key_padding_mask, backend, return_lse
         )
-    call = validate(
-        query,
-        key,
-        value,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        key_padding_mask=key_padding_mask,
-        backend=backend,
+    call, exchanged = _exchange(
+        query, key, value, scale, enable_gqa, key_padding_mask, backend, group
     )
-    exchanged = _Exchange.of(call, group)
     shared = exchanged.share()
     if shared is None:
         _log.info("distributed.attention: not served by moments; keys and values are gathered")
@@ -156,16 +149,9 @@ def explain(
         query, key, value = (x.to_local() for x in sharded)
     processes = dist.get_world_size(group)
     if exchange == "moments":
-        call = validate(
-            query,
-            key,
-            value,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            key_padding_mask=key_padding_mask,
-            backend=backend,
+        _, exchanged = _exchange(
+            query, key, value, scale, enable_gqa, key_padding_mask, backend, group
         )
-        exchanged = _Exchange.of(call, group)
         found = exchanged.agree(exchanged.stages.extents(exchanged.problem))
         heads = found.ranges.shape[0]
         if not bool((found.ranges[:, LEVEL] < 0).any()):
@@ -245,26 +231,6 @@ class _Exchange:
     backend: str
     stages: Stages
 
-    @classmethod
-    def of(cls, call: Call, group: dist.ProcessGroup | None) -> _Exchange:
-        problem, backend = call.problem, call.choice.backend
-        if problem.query.shape[-1] != 1:
-            raise ValueError(
-                "query must have rank 1 for exchange='moments', got rank "
-                f"{problem.query.shape[-1]}; exchange='gather' takes any rank, at a volume that "
-                "grows with n"
-            )
-        try:
-            taken = backends.select(Request.of(problem), "stages", backend).name
-        except ValueError as error:
-            able = [name for name, x in backends.BACKENDS.items() if "stages" in x.operations]
-            raise ValueError(
-                f"backend must be one of {', '.join(map(repr, able))} for exchange='moments': "
-                f"{error}; use backend='reference' or exchange='gather'"
-            ) from None
-        detached = Problem._make(x.detach() if isinstance(x, Tensor) else x for x in problem)
-        return cls(detached, group, taken, backends.kernels(taken, "stages"))
-
     def agree(self, extents: Tensor) -> _Agreement:
         """The range of everybody's queries and keys, by one all-reduce: a minimum of numbers."""
         scale = self.problem.scale
@@ -332,6 +298,37 @@ class _Exchange:
                     return _Shared(ranges, moments, Saved(out, lse))
                 ranges[~served, LEVEL] += 1
         return None
+
+
+def _exchange(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+    key_padding_mask: Tensor | None,
+    backend: str,
+    group: dist.ProcessGroup | None,
+) -> tuple[Call, _Exchange]:
+    """A validated call of "moments", and this process's side of it."""
+    options = {"scale": scale, "enable_gqa": enable_gqa, "key_padding_mask": key_padding_mask}
+    call = validate(query, key, value, backend=backend, **options)  # type: ignore[arg-type]
+    problem, (_, backend) = call.problem, call.choice
+    if problem.query.shape[-1] != 1:
+        raise ValueError(
+            f"query must have rank 1 for exchange='moments', got rank {problem.query.shape[-1]}; "
+            "exchange='gather' takes any rank, at a volume that grows with n"
+        )
+    try:
+        taken = backends.select(Request.of(problem), "stages", backend).name
+    except ValueError as error:
+        able = [name for name, x in backends.BACKENDS.items() if "stages" in x.operations]
+        raise ValueError(
+            f"backend must be one of {', '.join(map(repr, able))} for exchange='moments': "
+            f"{error}; use backend='reference' or exchange='gather'"
+        ) from None
+    detached = Problem._make(x.detach() if isinstance(x, Tensor) else x for x in problem)
+    return call, _Exchange(detached, group, taken, backends.kernels(taken, "stages"))
 
 
 class _Moments(torch.autograd.Function):

@@ -10,7 +10,14 @@ from torch import Tensor
 from boltzattn.dispatch import plan
 from boltzattn.dispatch.backends import Request
 from boltzattn.dispatch.torch_modes import without_autocast
-from boltzattn.ops.operator import Operator, batched, materialize, save, saved
+from boltzattn.ops.operator import (
+    Operator,
+    batched,
+    materialize,
+    output_gradients,
+    save,
+    saved,
+)
 from boltzattn.problem import (
     Choice,
     Gradients,
@@ -77,14 +84,13 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
         results, problem, choice = saved(ctx)
-        rest = (None,) * (len(problem) + len(choice) - len(Gradients._fields))
-        if grad_out is None and grad_lse is None:
-            return None, None, None, *rest
-        if grad_out is None:
-            grad_out = torch.zeros_like(results.out)
-        grads = OutputGradients(grad_out, grad_lse)
-        results = Saved(results.out.detach(), results.lse.detach())
-        return *attention_backward(*grads, *results, *problem, *choice), *rest
+        arguments = len(problem) + len(choice)
+        asked = output_gradients(grad_out, grad_lse, results)
+        if asked is None:
+            return (None,) * arguments
+        grads, results = asked
+        found = attention_backward(*grads, *results, *problem, *choice)
+        return *found, *(None,) * (arguments - len(found))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, tuple]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from boltzattn.dispatch.torch_modes import may_bypass_dispatcher
-from boltzattn.problem import TENSOR_FIELDS
+from boltzattn.problem import TENSOR_FIELDS, OutputGradients, Saved
 
 library = torch.library.Library("boltzattn", "FRAGMENT")
 
@@ -112,6 +112,16 @@ def materialize(grads: tuple[Tensor | None, ...], like: tuple[Tensor, ...]) -> l
     return [
         torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, like, strict=True)
     ]
+
+
+def output_gradients(
+    grad_out: Tensor | None, grad_lse: Tensor | None, results: Saved
+) -> tuple[OutputGradients, Saved] | None:
+    """What backward starts from, or None if autograd asks for nothing."""
+    if grad_out is None and grad_lse is None:
+        return None
+    grad_out = torch.zeros_like(results.out) if grad_out is None else grad_out
+    return OutputGradients(grad_out, grad_lse), Saved(results.out.detach(), results.lse.detach())
 
 
 def save(ctx: Any, *tuples: Any) -> None:

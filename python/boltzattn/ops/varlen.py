@@ -18,7 +18,7 @@ from boltzattn.dispatch import backends, plan
 from boltzattn.dispatch.backends import Request
 from boltzattn.dispatch.torch_modes import without_autocast
 from boltzattn.ops.attention import attention_backward
-from boltzattn.ops.operator import Operator, save, saved
+from boltzattn.ops.operator import Operator, output_gradients, save, saved
 from boltzattn.problem import (
     Choice,
     Gradients,
@@ -176,18 +176,16 @@ class VarlenAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
         results, problem, starts, choice = saved(ctx)
-        rest = (None,) * (len(problem) + len(starts) + len(choice) - len(Gradients._fields))
-        if grad_out is None and grad_lse is None:
-            return None, None, None, *rest
-        if grad_out is None:
-            grad_out = torch.zeros_like(results.out)
-        grads = OutputGradients(grad_out, grad_lse)
-        results = Saved(results.out.detach(), results.lse.detach())
+        arguments = len(problem) + len(starts) + len(choice)
+        asked = output_gradients(grad_out, grad_lse, results)
+        if asked is None:
+            return (None,) * arguments
+        grads, results = asked
         if torch.is_grad_enabled():
             found = _differentiable_backward(grads, results, problem, starts, choice)
         else:
             found = varlen_backward(*grads, *results, *problem, *starts, *choice)
-        return *found, *rest
+        return *found, *(None,) * (arguments - len(found))
 
 
 def _differentiable_backward(
