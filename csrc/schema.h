@@ -15,6 +15,7 @@
 #define BOLTZATTN_PROJECT "(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)"
 
 // The same for the functions behind them.
+#define BOLTZATTN_SAVED_PARAMETERS Tensor grad_out, OptionalTensor grad_lse, Tensor out, Tensor lse
 #define BOLTZATTN_PROBLEM_PARAMETERS                                                         \
   Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask, OptionalTensor key_mask, \
       OptionalTensor seed, double scale, double dropout_p, bool is_causal

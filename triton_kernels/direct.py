@@ -2,202 +2,117 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from boltzattn.triton_kernels.heads import lead_of, strided
-from boltzattn.triton_kernels.launch import cdiv, direct_options, launch, on_device
-from boltzattn.triton_kernels.pairs import (
-    forward_kernel,
-    key_gradient_kernel,
-    query_gradient_kernel,
+from boltzattn.problem import Gradients, OutputGradients, Problem, Saved
+from boltzattn.triton_kernels.direct_kernels import (
+    Dropout,
+    Pairs,
+    direct_forward_kernel,
+    direct_key_gradient_kernel,
+    direct_query_gradient_kernel,
 )
+from boltzattn.triton_kernels.heads import lead_of, strided
+from boltzattn.triton_kernels.launch import cdiv, direct_options, launch, on_device, sum_shares
 from torch import Tensor
 
 
-def _dropout(seed: Tensor | None, dropout_p: float) -> tuple | None:
-    if seed is None or dropout_p == 0.0:
-        return None
-    kept_factor = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
-    return strided(seed, 0), round(dropout_p * 2**32), kept_factor
-
-
-def direct_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """(out [*L, n_q, dv] in the dtype of query, lse [*L, n_q] fp64)."""
-    out = query.new_empty(*query.shape[:-1], value.shape[-1])
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float64)
-    run_forward(
-        query, key, value, attn_mask, key_mask, seed, scale, dropout_p, is_causal, None, out, lse
+def empty_saved(problem: Problem, dtype: torch.dtype | None = None) -> Saved:
+    """Room for the results of forward; `out` has the dtype of query unless another is given."""
+    query, shape = problem.query, problem.query.shape[:-1]
+    return Saved(
+        query.new_empty(*shape, problem.value.shape[-1], dtype=dtype or query.dtype),
+        query.new_empty(shape, dtype=torch.float64),
     )
-    return out, lse
 
 
-def run_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    is_causal: bool,
-    done: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
+def direct_forward(problem: Problem) -> Saved:
+    saved = empty_saved(problem)
+    forward_unserved(problem, None, saved)
+    return saved
+
+
+def direct_backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradients:
+    found = Gradients(*(x.new_empty(x.shape) for x in problem[:3]))
+    backward_unserved(grads, saved, problem, None, found)
+    return found
+
+
+def _inputs(problem: Problem, served: Tensor | None) -> tuple[Any, ...]:
+    """The arguments that all kernels have in common."""
+    query, key, value = problem[:3]
+    n_q, (n_k, dv) = query.shape[-2], value.shape[-2:]
+    matrices = (strided(x, 2) for x in (query, key, value))
+    pairs = Pairs(*matrices, lead_of(query, 2), n_q, n_k, dv, problem.scale)
+    dropout, p = None, problem.dropout_p
+    if problem.seed is not None and p > 0.0:
+        kept_factor = 1.0 / (1.0 - p) if p < 1.0 else 0.0
+        dropout = Dropout(strided(problem.seed, 0), round(p * 2**32), kept_factor)
+    return pairs, strided(problem.attn_mask, 2), strided(problem.key_mask, 1), dropout, served
+
+
+def _options(kernel: str, problem: Problem) -> dict[str, Any]:
+    rank = problem.query.shape[-1]
+    fixed = direct_options(kernel, problem.query.dtype, rank, problem.value.shape[-1])
+    return {"IS_CAUSAL": problem.is_causal, "RANK": rank, **fixed}
+
+
+def forward_unserved(problem: Problem, served: Tensor | None, saved: Saved) -> None:
+    """Fill in the results of the heads that are not served."""
+    with on_device(problem.query):
+        fixed = _options("forward", problem)
+        pairs, *_ = inputs = _inputs(problem, served)
+        rows = cdiv(pairs.n_q, fixed["BLOCK_Q"]) * pairs.lead.heads
+        grid = rows, cdiv(pairs.dv, fixed["BLOCK_DV"])
+        launch(direct_forward_kernel, grid, *inputs, *saved, **fixed)
+
+
+def backward_unserved(
+    grads: OutputGradients,
+    saved: Saved,
+    problem: Problem,
+    served: Tensor | None,
+    found: Gradients,
 ) -> None:
-    """Fill out and lse of the heads that are not done."""
-    (n_q, rank), (n_k, dv) = query.shape[-2:], value.shape[-2:]
-    lead = lead_of(query, 2)
+    """Fill in the gradients of the heads that are not served."""
+    query, key, _ = problem[:3]
     with on_device(query):
-        options = direct_options("forward", query.dtype, rank, dv)
+        by_row, by_key = _options("query_gradient", problem), _options("key_gradient", problem)
+        pairs, *_ = inputs = _inputs(problem, served)
+        heads, shares = pairs.lead.heads, cdiv(pairs.dv, by_row["BLOCK_DV"])
+        delta = query.new_empty(shares, heads, pairs.n_q, dtype=torch.float32)
+        # Every block of columns has a share of dq and of dk.
+        to_query = query.new_empty(shares, *query.shape, dtype=torch.float32)
+        to_key = query.new_empty(shares, *key.shape, dtype=torch.float32)
+        grad_out = strided(grads.out, 2)
         launch(
-            forward_kernel,
-            (cdiv(n_q, options["BLOCK_Q"]) * lead[0], cdiv(dv, options["BLOCK_DV"])),
-            strided(query, 2),
-            strided(key, 2),
-            strided(value, 2),
-            strided(attn_mask, 2),
-            strided(key_mask, 1),
-            _dropout(seed, dropout_p),
-            done,
-            out,
-            lse,
-            lead,
-            n_q,
-            n_k,
-            dv,
-            scale,
-            IS_CAUSAL=is_causal,
-            RANK=rank,
-            **options,
-        )
-
-
-def direct_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    attn_mask: Tensor | None,
-    key_mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
-    grads = tuple(x.new_empty(x.shape) for x in (query, key, value))
-    run_backward(
-        grad_out,
-        grad_lse,
-        query,
-        key,
-        value,
-        out,
-        lse,
-        attn_mask,
-        key_mask,
-        seed,
-        scale,
-        dropout_p,
-        is_causal,
-        None,
-        grads,
-    )
-    return grads
-
-
-def run_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    attn_mask: Tensor | None,
-    key_mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    is_causal: bool,
-    done: Tensor | None,
-    grads: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Fill the gradients of the heads that are not done."""
-    (n_q, rank), (n_k, dv) = query.shape[-2:], value.shape[-2:]
-    lead = lead_of(query, 2)
-    # dq and dk of every block of columns, to be added.
-    with on_device(query):
-        by_rows = direct_options("query_gradient", query.dtype, rank, dv)
-        by_keys = direct_options("key_gradient", query.dtype, rank, dv)
-    blocks = cdiv(dv, by_rows["BLOCK_DV"])
-    delta = query.new_empty(blocks, lead[0], n_q, dtype=torch.float32)
-    to_query = query.new_empty(blocks, *query.shape, dtype=torch.float32)
-    to_key = query.new_empty(blocks, *key.shape, dtype=torch.float32)
-    inputs = (
-        strided(query, 2),
-        strided(key, 2),
-        strided(value, 2),
-        strided(attn_mask, 2),
-        strided(key_mask, 1),
-        _dropout(seed, dropout_p),
-        done,
-    )
-    with on_device(query):
-        launch(
-            query_gradient_kernel,
-            (cdiv(n_q, by_rows["BLOCK_Q"]) * lead[0], blocks),
-            strided(grad_out, 2),
-            strided(grad_lse, 1),
+            direct_query_gradient_kernel,
+            (cdiv(pairs.n_q, by_row["BLOCK_Q"]) * heads, shares),
             *inputs,
-            strided(out, 2),
-            lse,
+            grad_out,
+            strided(grads.lse, 1),
+            strided(saved.out, 2),
+            saved.lse,
             delta,
             to_query,
-            lead,
-            n_q,
-            n_k,
-            dv,
-            scale,
-            IS_CAUSAL=is_causal,
-            RANK=rank,
-            **by_rows,
+            **by_row,
         )
         launch(
-            key_gradient_kernel,
-            (cdiv(n_k, by_keys["BLOCK_K"]) * lead[0], blocks),
-            strided(grad_out, 2),
+            direct_key_gradient_kernel,
+            (cdiv(pairs.n_k, by_key["BLOCK_K"]) * heads, shares),
             *inputs,
-            lse,
+            grad_out,
+            saved.lse,
             delta,
             to_key,
-            grads[2],
-            lead,
-            n_q,
-            n_k,
-            dv,
-            scale,
-            IS_CAUSAL=is_causal,
-            RANK=rank,
-            **by_keys,
+            found.value,
+            **by_key,
         )
-    for grad, parts in ((grads[0], to_query), (grads[1], to_key)):
-        whole = parts[0] if blocks == 1 else parts.sum(0)
-        if done is None:
+    for grad, parts in ((found.query, to_query), (found.key, to_key)):
+        whole = sum_shares(parts)
+        if served is None:
             grad.copy_(whole)
         else:
-            kept = done.view(*query.shape[:-2], 1, 1).bool()
+            kept = served.view(*query.shape[:-2], 1, 1).bool()
             grad.copy_(torch.where(kept, grad, whole.to(grad.dtype)))

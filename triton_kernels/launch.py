@@ -17,11 +17,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-WIDEST = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}  # columns of a program
+# Columns of a program of `direct`; half as many in backward, where values and their gradients share
+# the registers.
+WIDEST = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
+WIDEST_TRANSFORM = 64
 LEAST = 16  # columns of the smallest matrix product
+NODES = 16  # on a panel of either axis of a transform: the shortest side of a matrix product
+CHUNK = 512  # tokens of a program of the transform: tables are read once for so many
+TOKEN_BLOCK = 1024  # tokens of a program that reads one number of each: extents and sorting
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-_DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -37,15 +41,18 @@ _architecture: ContextVar[str | None] = ContextVar("architecture", default=None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> None:
-    """Start a kernel on the current device; an empty grid is no work."""
+    """Start a kernel on the current device; an empty grid is no work.
+
+    Every operation is as written: backward rebuilds the numbers of forward to the last bit.
+    """
     if 0 not in grid:
-        _launcher.get()(kernel, grid, args, fixed)
+        _launcher.get()(kernel, grid, args, {"enable_fp_fusion": False, **fixed})
 
 
 @contextlib.contextmanager
 def launching_by(launcher: Callable, on: str = "ampere") -> Iterator[None]:
-    """Within the block, launcher(kernel, grid, args, fixed) is called in place of a GPU of the
-    architecture `on`."""
+    """Within the block, call launcher(kernel, grid, args, fixed) instead of starting kernels on a
+    GPU of the architecture `on`."""
     tokens = _launcher.set(launcher), _architecture.set(on)
     try:
         yield
@@ -54,17 +61,22 @@ def launching_by(launcher: Callable, on: str = "ampere") -> Iterator[None]:
         _architecture.reset(tokens[1])
 
 
+def sum_shares(shares: Tensor) -> Tensor:
+    """A gradient from the shares of the blocks of columns, which stand on the first axis."""
+    return shares[0] if len(shares) == 1 else shares.sum(0)
+
+
 def on_device(x: Tensor) -> contextlib.AbstractContextManager:
     """Kernels start on the device of their tensors, whichever is current."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def architecture() -> str:
-    """Of the current device, as far as the tables tell them apart: "ampere", which Hopper and Ada
-    are like, "blackwell" or "amd"."""
-    said = _architecture.get()
-    if said is not None:
-        return said
+    """The current device's, as far as the tables distinguish them: "ampere" (Ada and Hopper too),
+    "blackwell" or "amd"."""
+    named = _architecture.get()
+    if named is not None:
+        return named
     if torch.version.hip is not None:
         return "amd"
     newer = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
@@ -72,13 +84,25 @@ def architecture() -> str:
 
 
 def _all_registers() -> dict[str, int]:
-    """So that nothing spills: by itself ptxas would rather spill than run one program less."""
+    """So that nothing spills: on its own, ptxas would rather spill than run one program less."""
     return {} if architecture() == "amd" else {"maxnreg": 255}
 
 
-def column_block(dtype: torch.dtype, dv: int) -> int:
-    """Columns of the values that a program takes: a power of 2."""
-    return min(WIDEST[dtype], max(LEAST, 1 << (dv - 1).bit_length()))
+def column_block(columns: int, widest: int) -> int:
+    """Columns that a program takes: a power of 2."""
+    return min(widest, max(LEAST, 1 << (columns - 1).bit_length()))
+
+
+def column_blocks(dv: int) -> int:
+    """Programs that share out the columns of the values in a transform."""
+    return cdiv(dv, column_block(dv, WIDEST_TRANSFORM))
+
+
+def dot_type(dtype: torch.dtype) -> tl.dtype:
+    """What matrix units multiply; the interpreter multiplies no bf16."""
+    if INTERPRETED or dtype == torch.float32:
+        return tl.float32
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
 
 
 def precision() -> str:
@@ -106,48 +130,29 @@ class DirectTile(NamedTuple):
     num_warps: int
 
 
-# By kernel and width of the values' block: tiles at rank 1 and at higher ranks, where columns of
-# queries and keys take registers too. The largest that spill nowhere.
-_HALF: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
-    "forward": {
-        16: (DirectTile(128, 32, 4), DirectTile(128, 32, 8)),
-        32: (DirectTile(128, 32, 4), DirectTile(128, 32, 8)),
-        64: (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
-        128: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
-    },
-    "query_gradient": {
-        16: (DirectTile(128, 32, 8), DirectTile(64, 32, 4)),
-        32: (DirectTile(128, 32, 8), DirectTile(64, 32, 4)),
-        64: (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
-    },
-    "key_gradient": {
-        16: (DirectTile(32, 64, 8), DirectTile(32, 32, 4)),
-        32: (DirectTile(32, 64, 8), DirectTile(32, 32, 4)),
-        64: (DirectTile(16, 64, 4), DirectTile(16, 32, 4)),
-    },
+# By kernel, whether the numbers are fp32, and columns of the values (32: or fewer): tiles at rank 1
+# and at higher ranks, where columns of queries and keys take registers too. The largest that spill
+# nowhere.
+_DIRECT = {
+    ("forward", False, 32): (DirectTile(128, 32, 4), DirectTile(128, 32, 8)),
+    ("forward", False, 64): (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
+    ("forward", False, 128): (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
+    ("forward", True, 32): (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
+    ("forward", True, 64): (DirectTile(64, 16, 4), DirectTile(64, 16, 4)),
+    ("query_gradient", False, 32): (DirectTile(128, 32, 8), DirectTile(64, 32, 4)),
+    ("query_gradient", False, 64): (DirectTile(128, 32, 8), DirectTile(64, 16, 4)),
+    ("query_gradient", True, 32): (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
+    ("key_gradient", False, 32): (DirectTile(32, 64, 8), DirectTile(32, 32, 4)),
+    ("key_gradient", False, 64): (DirectTile(16, 64, 4), DirectTile(16, 32, 4)),
+    ("key_gradient", True, 32): (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
 }
-_SINGLE: dict[str, dict[int, tuple[DirectTile, DirectTile]]] = {
-    "forward": {
-        16: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
-        32: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
-        64: (DirectTile(64, 16, 4), DirectTile(64, 16, 4)),
-    },
-    "query_gradient": {
-        16: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
-        32: (DirectTile(64, 32, 4), DirectTile(64, 16, 4)),
-    },
-    "key_gradient": {
-        16: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
-        32: (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
-    },
-}
-# Whatever the width: what AMD's compiler takes registers for is the scores.
+# Whatever the width: AMD's compiler needs the registers for the scores.
 _AMD = {
     "forward": DirectTile(64, 16, 4),
     "query_gradient": DirectTile(64, 16, 4),
     "key_gradient": DirectTile(16, 32, 4),
 }
-# An operation costs the interpreter the same for small and for large blocks.
+# The interpreter takes the same time for small and for large blocks.
 _INTERPRETED = DirectTile(128, 128, 4)
 
 
@@ -156,33 +161,23 @@ def _direct_tile(kernel: str, dtype: torch.dtype, rank: int, columns: int) -> Di
         return _INTERPRETED
     if architecture() == "amd":
         return _AMD[kernel]
-    table = _SINGLE if dtype == torch.float32 else _HALF
-    return table[kernel][columns][rank > 1]
+    return _DIRECT[kernel, dtype == torch.float32, max(32, columns)][rank > 1]
 
 
 def direct_options(kernel: str, dtype: torch.dtype, rank: int, dv: int) -> dict[str, Any]:
-    """Everything that is fixed at compile time but the problem itself."""
-    columns = column_block(dtype, dv)
-    if kernel != "forward":
-        columns = min(columns, WIDEST[dtype] // 2)  # values and their gradients share registers
+    """Everything that is fixed at compile time, except for the problem itself."""
+    widest = WIDEST[dtype] if kernel == "forward" else WIDEST[dtype] // 2
+    columns = column_block(dv, widest)
     tile = _direct_tile(kernel, dtype, rank, columns)
     tile = _entry(("direct", kernel, dtype == torch.float32, columns, rank > 1), tile)
     return {
-        "BLOCK_Q": tile.BLOCK_Q,
-        "BLOCK_K": tile.BLOCK_K,
+        **tile._asdict(),
         "BLOCK_DV": columns,
-        # The interpreter multiplies no bf16.
-        "DOT": tl.float32 if INTERPRETED else _DOT[dtype],
+        "DOT": dot_type(dtype),
         "PRECISION": precision(),
-        "num_warps": tile.num_warps,
         "num_stages": 2,
         **_all_registers(),
-        # Weights are rebuilt in backward from the same scores: every operation is as written.
-        "enable_fp_fusion": False,
     }
-
-
-CHUNK = 512  # tokens of a program of the transform: tables are read once for so many
 
 
 class TokenTile(NamedTuple):
@@ -190,25 +185,25 @@ class TokenTile(NamedTuple):
 
     TILE: int
     num_warps: int
-    maxnreg: int | None = None  # registers of a thread, for Ampere and Hopper
+    maxnreg: int | None = None  # registers of a thread, on Ampere and Hopper
 
 
-# By kernel and whether the numbers are fp32. A token a thread in moments and evaluation of half
-# precision, or else warps would read places twice. At 128 registers a quarter of the threads fit
-# that a multiprocessor can hold.
+# By kernel and whether the numbers are fp32. One token per thread in `moments` and `evaluate` of
+# half precision, or else warps would read places twice. With 128 registers, a multiprocessor holds
+# a quarter of the threads it could.
 _TOKENS = {
     ("moments", False): TokenTile(64, 2, 128),
     ("evaluate", False): TokenTile(64, 2, 128),
-    ("query_gradient", False): TokenTile(32, 4, 128),
-    ("key_gradient", False): TokenTile(64, 4),
+    ("query_moments", False): TokenTile(32, 4, 128),
+    ("evaluate_keys", False): TokenTile(64, 4),
     ("moments", True): TokenTile(16, 4),
     ("evaluate", True): TokenTile(32, 4),
-    ("query_gradient", True): TokenTile(16, 8),
-    ("key_gradient", True): TokenTile(32, 8),
+    ("query_moments", True): TokenTile(16, 8),
+    ("evaluate_keys", True): TokenTile(32, 8),
 }
 # Moments of fewer columns than 64, in half precision: two warps would spill, as one does at 64.
 _NARROW_MOMENTS = TokenTile(32, 1, 128)
-_BLACKWELL_REGISTERS = 192  # at least: its compiler spills below that, and if left to itself
+_BLACKWELL_REGISTERS = 192  # at least: its compiler spills with fewer, and if left to itself
 
 
 def _token_tile(kernel: str, dtype: torch.dtype, columns: int) -> TokenTile:
@@ -219,9 +214,9 @@ def _token_tile(kernel: str, dtype: torch.dtype, columns: int) -> TokenTile:
     return _TOKENS[kernel, dtype == torch.float32]
 
 
-def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
+def token_options(kernel: str, dtype: torch.dtype, dv: int) -> dict[str, Any]:
     """What a pass over tokens has fixed at compile time."""
-    columns = min(64, column_block(dtype, dv))
+    columns = column_block(dv, WIDEST_TRANSFORM)
     tile = _token_tile(kernel, dtype, columns)
     tile = _entry(("transform", kernel, dtype == torch.float32, columns), tile)
     # Tables of half precision need no more digits than two bf16 numbers have. AMD and the
@@ -231,60 +226,52 @@ def token_options(kernel: str, dtype: torch.dtype, dv: int, nodes: int) -> dict[
         "CHUNK": CHUNK,
         "TILE": tile.TILE,
         "BLOCK_DV": columns,
-        "NODES": nodes,
-        # Half precision is not worth a weight's last digits.
+        "NODES": NODES,
+        # Half precision does not need a weight's last digits.
         "WORK": tl.float64 if dtype == torch.float32 else tl.float32,
         "PRECISION": "bf16x3" if narrow else precision(),
         "num_warps": tile.num_warps,
         "num_stages": 1,
-        "enable_fp_fusion": False,
     }
     if tile.maxnreg and architecture() != "amd":
         least = _BLACKWELL_REGISTERS if architecture() == "blackwell" else 0
         fixed["maxnreg"] = max(tile.maxnreg, least)
-    if kernel in ("moments", "query_gradient"):
-        fixed["DOT"] = tl.float32 if INTERPRETED else _DOT[dtype]
+    if kernel in ("moments", "query_moments"):
+        fixed["DOT"] = dot_type(dtype)
     return fixed
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What WORK is, of places and of sums over a chunk."""
+    """WORK as torch names it: the dtype of places and of sums over a chunk."""
     return torch.float64 if dtype == torch.float32 else torch.float32
 
 
-def node_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
-    """What kernels over nodes have: no tokens, hence small and in fp64."""
+def node_options(dv: int) -> dict[str, Any]:
+    """What kernels over nodes have fixed at compile time."""
     return {
-        "BLOCK_DV": min(64, column_block(dtype, dv)),
-        "NODES": nodes,
+        "BLOCK_DV": column_block(dv, WIDEST_TRANSFORM),
+        "NODES": NODES,
         "num_warps": 4,
         "num_stages": 1,
         **_all_registers(),
-        "enable_fp_fusion": False,
     }
-
-
-def core_options(dtype: torch.dtype, dv: int, nodes: int) -> dict[str, Any]:
-    """What the core and its adjoint have."""
-    return node_options(dtype, dv, nodes) | {"PRECISION": precision()}
 
 
 def project_options(dtype: torch.dtype, outputs: int) -> dict[str, Any]:
     """What the projection has fixed at compile time."""
     return {
         "BLOCK": 64,
-        "BLOCK_OUT": min(64, max(LEAST, 1 << (outputs - 1).bit_length())),
+        "BLOCK_OUT": column_block(outputs, 64),
         "BLOCK_K": 32 if dtype == torch.float32 else 64,
-        "DOT": tl.float32 if INTERPRETED else _DOT[dtype],
+        "DOT": dot_type(dtype),
         "PRECISION": precision(),
         "num_warps": 4,
         "num_stages": 2,
-        "enable_fp_fusion": False,
     }
 
 
 def product_options() -> dict[str, Any]:
-    """What the products of `layer` have."""
+    """What the products of `layer` have fixed at compile time."""
     return {
         "BLOCK_ROWS": 32,
         "BLOCK_COLUMNS": 32,
@@ -293,5 +280,4 @@ def product_options() -> dict[str, Any]:
         "num_warps": 4,
         "num_stages": 1,
         **_all_registers(),
-        "enable_fp_fusion": False,
     }

@@ -9,61 +9,75 @@ blocks] holds running sums of the counts, so the tokens of a panel are order[sta
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
-from boltzattn.triton_kernels.heads import joined, load_vector
-from boltzattn.triton_kernels.layout import FIELDS, load_axis, locate_tokens
+from boltzattn.triton_kernels.heads import head_of, inside, joined, load_vector, span_of
+from boltzattn.triton_kernels.layout import FIELDS, load_axis, locate
+
+
+class Block(NamedTuple):
+    """A block of tokens."""
+
+    tokens: Any
+    number: Any
+    panel: Any  # BINS - 1 for masked keys, BINS past the end
+    place: Any
+    count: Any  # [BINS] of its tokens
+    at: Any  # where that stands in counts [heads, BINS, blocks]
+    used: Any  # bins that can hold a token; the counts of the others are zero beforehand
 
 
 @triton.jit
-def panels_of_block(
-    x, mask, axis, head, lead, first, local, n, scale, IS_KEY: tl.constexpr, BINS: tl.constexpr
-):
-    """(numbers, panels, places) of a block of tokens; masked keys get the last bin, and what is
-    past the end BINS."""
-    number = load_vector(x, head, lead, first, local, n)
-    panel, place = locate_tokens(number.to(tl.float64) * joined(scale), axis, IS_KEY)
-    if mask is not None:
-        # A float mask is 0 or -inf, or else the head would not be served.
-        masked = load_vector(mask, head, lead, first, local, n) != 0
-        panel = tl.where(masked, BINS - 1, panel)
-    return number, tl.where(local < n - first, panel, BINS), place
-
-
-@triton.jit
-def used_bins(axis, mask, BINS: tl.constexpr):
-    """Bins that can hold a token; the counts of the others are zero beforehand."""
-    used = tl.arange(0, BINS) < axis[4]
-    if mask is not None:
-        used = used | (tl.arange(0, BINS) == BINS - 1)
-    return used
-
-
-@triton.jit
-def count_kernel(
+def load_block(
     x,
     mask,
-    layout,
-    served,
-    counts,  # [heads, BINS, blocks] int32, zeros; written
-    lead,
+    head,
+    row,
     n,
     scale,
     IS_KEY: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """The tokens of this program."""
     blocks = tl.cdiv(n, BLOCK)
-    head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    if tl.load(served + head) == 0:
-        return
-    axis = load_axis(layout + head * FIELDS, IS_KEY)
-    _, panel, _ = panels_of_block(
-        x, mask, axis, head, lead, block * BLOCK, tl.arange(0, BLOCK), n, scale, IS_KEY, BINS
-    )
-    at = head.to(tl.int64) * BINS * blocks + tl.arange(0, BINS) * blocks + block
+    block, bins = tl.program_id(0) % blocks, tl.arange(0, BINS)
+    tokens = span_of(block * BLOCK, n, BLOCK)
+    axis = load_axis(row, IS_KEY)
+    number = load_vector(x, head, tokens)
+    panel, place = locate(number.to(tl.float64) * joined(scale), axis, IS_KEY)
+    used = bins < axis.panels
+    if mask is not None:
+        # A float mask is 0 or -inf, or else the head would not be served.
+        panel = tl.where(load_vector(mask, head, tokens) != 0, BINS - 1, panel)
+        used = used | (bins == BINS - 1)
+    panel = tl.where(inside(tokens), panel, BINS)
     count = tl.histogram(panel, BINS, mask=panel < BINS)
-    tl.store(counts + at, count, used_bins(axis, mask, BINS))
+    at = (head.number * BINS + bins) * blocks + block
+    return Block(tokens, number, panel, place, count, at, used)
+
+
+@triton.jit
+def count_kernel(
+    x,
+    mask,
+    heads,
+    n,
+    scale,
+    counts,  # [heads, BINS, blocks] int32, zeros; written
+    IS_KEY: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """How many tokens of a block lie on each panel."""
+    head = head_of(tl.program_id(0) // tl.cdiv(n, BLOCK), heads.lead)
+    if tl.load(heads.served + head.number) == 0:
+        return
+    row = heads.layout + head.number * FIELDS
+    block = load_block(x, mask, head, row, n, scale, IS_KEY, BINS, BLOCK)
+    tl.store(counts + block.at, block.count, block.used)
 
 
 @triton.jit
@@ -82,40 +96,32 @@ def sorted_block(x, local, LEVELS: tl.constexpr):
 def order_kernel(
     x,
     mask,
-    layout,
-    served,
+    heads,
+    n,
+    scale,
     ends,
     order,  # [heads, n] int32, written
     places,  # [heads, n] in [-1, 1], written
-    numbers,  # [heads, n] of x's dtype, written: queries or keys in that order; or None
-    lead,
-    n,
-    scale,
+    numbers,  # [heads, n] of x's dtype, written: queries in that order; or None
     IS_KEY: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,  # BLOCK = 2 ** LEVELS
 ):
     """A block is sorted on its own first: runs of tokens then go to memory as a whole."""
-    blocks = tl.cdiv(n, BLOCK)
-    head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    if tl.load(served + head) == 0:
+    head = head_of(tl.program_id(0) // tl.cdiv(n, BLOCK), heads.lead)
+    if tl.load(heads.served + head.number) == 0:
         return
-    axis, local = load_axis(layout + head * FIELDS, IS_KEY), tl.arange(0, BLOCK)
-    number, panel, place = panels_of_block(
-        x, mask, axis, head, lead, block * BLOCK, local, n, scale, IS_KEY, BINS
-    )
-    count = tl.histogram(panel, BINS, mask=panel < BINS)
-    at = head.to(tl.int64) * BINS * blocks + tl.arange(0, BINS) * blocks + block
-    end = tl.load(ends + at, used_bins(axis, mask, BINS), other=0)
+    row = heads.layout + head.number * FIELDS
+    block = load_block(x, mask, head, row, n, scale, IS_KEY, BINS, BLOCK)
+    local = block.tokens.local
     # Where the tokens of a bin go, less where they stand in the sorted block.
-    shift = end - tl.cumsum(count, 0)
-    key = sorted_block(panel * BLOCK + local, local, LEVELS)
+    shift = tl.load(ends + block.at, block.used, other=0) - tl.cumsum(block.count, 0)
+    key = sorted_block(block.panel * BLOCK + local, local, LEVELS)
     panel, source = key // BLOCK, key % BLOCK
-    to = head.to(tl.int64) * n + tl.gather(shift, tl.minimum(panel, BINS - 1), 0) + local
-    inside = panel < BINS
-    tl.store(order + to, block * BLOCK + source, inside)
-    place = tl.gather(place.to(places.dtype.element_ty), source, 0)
-    tl.store(places + to, place, inside)
+    to = head.number * n + tl.gather(shift, tl.minimum(panel, BINS - 1), 0) + local
+    tl.store(order + to, block.tokens.first + source, panel < BINS)
+    place = tl.gather(block.place.to(places.dtype.element_ty), source, 0)
+    tl.store(places + to, place, panel < BINS)
     if numbers is not None:
-        tl.store(numbers + to, tl.gather(number, source, 0), inside)
+        tl.store(numbers + to, tl.gather(block.number, source, 0), panel < BINS)

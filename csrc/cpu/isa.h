@@ -1,11 +1,24 @@
-// The kernels are compiled once per instruction set; this table of functions is what each offers.
+// The CPU kernels are compiled once per instruction set; this table of functions is what each of
+// them offers.
+//
+// isa_*.cpp include this file before they turn instructions on: nothing inline that other files
+// share may be compiled with instructions the machine might lack.
 #pragma once
 
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <utility>
+
+#include "cpu/parallel.h"
 #include "cpu/problem.h"
+#include "spec/certificate.h"
+#include "spec/dropout.h"
+#include "spec/online_softmax.h"
 
 namespace boltzattn {
 
-// What the transform makes of a head, for `explain` and for tests.
+// What the transform makes of a head.
 struct TransformReport {
   double served;       // 0: the head goes to `direct`
   double certificate;  // bound of the error of out, relative to max|value|
@@ -20,23 +33,23 @@ struct Kernels {
   void (*direct_backward)(const AttentionGradient&);
   void (*transform_forward)(const Attention&);
   void (*transform_backward)(const AttentionGradient&);
+  void (*transform_report)(const Attention&, TransformReport*);  // one per head
+  void (*causal_forward)(const Attention&);                      // rank 1, by direct and transform
   void (*varlen_forward)(const Attention&, const Sequence*, int64_t count);
   void (*varlen_backward)(const AttentionGradient&, const Sequence*, int64_t count);
-  void (*causal_forward)(const Attention&);  // rank 1, by direct and transform
-  bool (*layer_forward)(const Attention&);   // false: not served, results void
-  bool (*layer_backward)(const AttentionGradient&);
+  bool (*layer_forward)(const Attention&, const Layer&);  // false: not served, results void
+  bool (*layer_backward)(const AttentionGradient&, const Layer&);
   void (*project)(const Projection&);
-  // The transform in stages; sizes are of sums over the keys and of sums over the queries.
+  // The transform in stages, for tokens that lie on several machines: see transform/stages.h. Sizes
+  // are how many numbers the moments and the query moments of all heads are.
   void (*stage_extents)(const Attention&, Extent*);  // queries and keys of every head
-  void (*stage_sizes)(const AttentionGradient&, const SharedRange*, int64_t* sizes);
-  void (*stage_moments)(const AttentionGradient&, const SharedRange*, const Extent*, double* sums);
-  void (*stage_evaluate)(const AttentionGradient&, const SharedRange*, const double* sums,
-                         bool* served);
-  void (*stage_query_moments)(const AttentionGradient&, const SharedRange*, const double* sums,
-                              double* query_sums);
-  void (*stage_adjoint)(const AttentionGradient&, const SharedRange*, const double* sums,
-                        const double* query_sums);
-  void (*transform_report)(const Attention&, TransformReport*);  // one per head
+  void (*stage_sizes)(const Attention&, const SharedRange*, int64_t* sizes);
+  void (*stage_moments)(const Attention&, const SharedRange*, const Extent*, double* moments);
+  void (*stage_evaluate)(const Attention&, const SharedRange*, const double* moments, bool* served);
+  void (*stage_query_moments)(const AttentionGradient&, const SharedRange*, const double* moments,
+                              double* query_moments);
+  void (*stage_adjoint)(const AttentionGradient&, const SharedRange*, const double* moments,
+                        const double* query_moments);
 };
 
 extern const Kernels kAvx512, kAvx2, kPortable;

@@ -1,13 +1,4 @@
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <utility>
-
 #include "cpu/isa.h"
-#include "cpu/parallel.h"
-#include "cpu/problem.h"
-#include "layout.h"
-#include "online_softmax.h"
 
 #if defined(__x86_64__)
 
@@ -25,10 +16,8 @@
 #endif
 
 namespace boltzattn {
-static bool supported() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
-const Kernels kAvx2 = {"avx2", supported, BOLTZATTN_KERNELS(avx2)};
+const Kernels kAvx2 = avx2::table(
+    "avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); });
 }  // namespace boltzattn
 
 #else

@@ -4,8 +4,7 @@
 #include "cuda/dispatch.cuh"
 #include "cuda/launch.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 int64_t totals_bytes(const Call& call, bool backward) {
   const int64_t streamed = backward ? call.n_q : call.n_k;
@@ -25,5 +24,4 @@ cudaError_t direct_forward(const Call& call, cudaStream_t stream) {
   });
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

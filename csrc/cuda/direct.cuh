@@ -5,10 +5,10 @@
 #pragma once
 
 #include "cuda/sums.cuh"
-#include "online_softmax.h"
+#include "spec/dropout.h"
+#include "spec/online_softmax.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 constexpr int kRankChunk = 16;   // entries of the query and key vectors held at once
 constexpr int64_t kSpan = 2048;  // tokens summed in T before they join the total
@@ -20,29 +20,22 @@ __host__ __device__ inline int64_t least(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
-// Which weights survive dropout: the same bits as cpu/dropout.h and reference.dropout_keep.
-__device__ __forceinline__ uint32_t mix32(uint32_t x) {
-  x = (x ^ x >> 16) * 0x85ebca6bu;
-  x = (x ^ x >> 13) * 0xc2b2ae35u;
-  return x ^ x >> 16;
-}
+// Which weights of a head survive dropout.
 template <class T>
 struct Dropout {
-  uint64_t threshold = 0;  // a draw below it is dropped
-  T kept = 1;              // what the others are multiplied by
+  uint64_t threshold = 0;
+  T kept = 1;  // what those that survive are multiplied by
   uint32_t stream = 0;
 
   __device__ Dropout(const Call& call, int64_t h) {
     if (call.seed.data == nullptr) return;
-    threshold = uint64_t(::rint(call.dropout_p * 4294967296.0));
-    kept = call.dropout_p < 1 ? T(1 / (1 - call.dropout_p)) : T(0);
-    const uint64_t seed = *head_of<const uint64_t>(call, call.seed, h);
-    stream = mix32(uint32_t(seed) ^ mix32(uint32_t(seed >> 32)));
+    threshold = dropout_threshold(call.dropout_p);
+    kept = T(dropout_factor(call.dropout_p));
+    stream = dropout_stream(*head_of<const uint64_t>(call, call.seed, h));
   }
   // Whether the weight of (query i, key j) survives.
   __device__ bool keeps(int64_t i, int64_t j) const {
-    const uint32_t line = mix32(stream + uint32_t(i) * 0x27d4eb2fu);
-    return mix32(line ^ uint32_t(j) * 0x9e3779b1u) >= threshold;
+    return dropout_draw(dropout_row(stream, i), j) >= threshold;
   }
 };
 
@@ -242,5 +235,4 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
     call.lse[at.head * call.n_q + row] = state.lse(masks.clamped);
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

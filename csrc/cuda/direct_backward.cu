@@ -4,8 +4,7 @@
 #include "cuda/dispatch.cuh"
 #include "cuda/launch.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 namespace {
 
 template <class S>
@@ -41,5 +40,4 @@ cudaError_t direct_backward(const Gradient& g, cudaStream_t stream) {
   });
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

@@ -8,8 +8,7 @@
 
 #include "cuda/direct.cuh"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 // What a row's weights are rebuilt from: 2^(logit - high - low). The maximum and the sum of the row
 // are found again, by the same operations as in forward: an lse, even in fp64, has lost the digits
@@ -348,5 +347,4 @@ __global__ void __launch_bounds__(kThreads)
         narrow<S>(T((sum[r][owner] + sum[r][owner + kOwners]) * call.scale));
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

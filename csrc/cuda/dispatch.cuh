@@ -3,8 +3,7 @@
 
 #include "cuda/direct.cuh"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 inline int64_t element_bytes(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
@@ -40,5 +39,4 @@ cudaError_t launch(void (*kernel)(Argument), int64_t blocks, const Argument& arg
   return cudaGetLastError();
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

@@ -6,8 +6,7 @@
 
 #include "cuda/problem.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 // Sums are carried in fp32, for fp64 tensors in fp64.
 template <class S>
@@ -147,5 +146,4 @@ __device__ __forceinline__ void write_columns(const Arithmetic<S>* from, S* row,
   }
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

@@ -5,10 +5,8 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/problem.h"
-#include "cuda/project.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 // Bytes of Call.totals: forward sums over keys for every query, backward the other way round.
 int64_t totals_bytes(const Call& call, bool backward);
@@ -28,5 +26,4 @@ cudaError_t transform_backward(const Gradient& g, void* const* pieces, cudaStrea
 int64_t project_chunks(int64_t n);
 cudaError_t project_forward(const Projected& p, cudaStream_t stream);
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

@@ -3,21 +3,13 @@
 #pragma once
 
 #include "cuda/direct.cuh"
-#include "cuda/project.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 constexpr int kProjectTokens = 64;   // of a block
 constexpr int kProjectOutputs = 8;   // at once
 constexpr int kProjectTogether = 4;  // tokens of a warp at once
 
-__device__ __forceinline__ void join(Extent& extent, const Extent& later) {
-  if (later.low < extent.low) extent.at_low = later.at_low, extent.low = later.low;
-  if (later.high > extent.high) extent.at_high = later.at_high, extent.high = later.high;
-  extent.count += later.count;
-  if (later.regular == 0) extent.regular = 0;
-}
 __device__ __forceinline__ Extent extent_of(double x, double token) {
   const bool regular = ::fabs(x) < INFINITY;
   // A NaN is neither low nor high.
@@ -110,5 +102,4 @@ __global__ void __launch_bounds__(kThreads) project_extents(const __grid_constan
   if (threadIdx.x == 0) p.extents[blockIdx.x] = extent[0];
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

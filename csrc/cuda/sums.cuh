@@ -12,8 +12,7 @@
 
 #include "cuda/tensor_core.cuh"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
@@ -239,5 +238,4 @@ struct Sums {
   }
 };
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

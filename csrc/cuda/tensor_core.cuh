@@ -10,8 +10,7 @@
 
 #include "cuda/element.cuh"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 __device__ __forceinline__ uint32_t shared_address(const void* at) {
   return uint32_t(__cvta_generic_to_shared(at));
@@ -70,5 +69,4 @@ __device__ __forceinline__ uint32_t pack_two(float first, float second) {
   return word;
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

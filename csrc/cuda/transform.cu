@@ -1,16 +1,15 @@
 // Launchers of the transform.
 #include "cuda/dispatch.cuh"
 #include "cuda/launch.h"
-#include "cuda/transform.cuh"
+#include "cuda/transform/adjoint.cuh"
+#include "cuda/transform/core.cuh"
+#include "cuda/transform/evaluate.cuh"
+#include "cuda/transform/extents.cuh"
+#include "cuda/transform/moments.cuh"
+#include "cuda/transform/sort.cuh"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 namespace {
-
-// Interpolation error aimed at, well below the rounding of the token passes.
-double precision_of(DType dtype) {
-  return dtype == DType::kFloat64 ? 1e-17 : dtype == DType::kFloat32 ? 1e-11 : 1e-8;
-}
 
 // Panels there is room for: enough for every product of a query and a key that the transform
 // accepts, but no more query nodes than half the queries. Heads that need more go to `direct`.
@@ -34,10 +33,10 @@ Work plan(const Gradient& g) {
   work.g = g;
   const Call& call = g.call;
   const bool wide = call.query.dtype == DType::kFloat64;
-  work.nodes = wide ? kNodes<double> : kNodes<float>;
-  work.precision = precision_of(call.query.dtype);
-  work.range_chunks = ceil_div(call.n_q > call.n_k ? call.n_q : call.n_k, kRangeChunk);
-  if (work.range_chunks == 0) work.range_chunks = 1;
+  work.nodes = cuda_nodes(call.query.dtype);
+  work.precision = cuda_precision_of(call.query.dtype);
+  work.extent_chunks = ceil_div(call.n_q > call.n_k ? call.n_q : call.n_k, kExtentChunk);
+  if (work.extent_chunks == 0) work.extent_chunks = 1;
   set_capacities(work);
   const int64_t segment = wide ? kSegment<double> : kSegment<float>;
   for (int k = 0; k < 2; ++k) {
@@ -76,7 +75,7 @@ int lay_out(Work& work, bool backward, Pieces pieces) {
   const int64_t key_nodes = heads * work.side[1].panels * nodes;
   pieces.take(work.report, heads * 7);  // first: it is a result
   pieces.take(work.served, heads);
-  pieces.take(work.parts, heads * work.range_chunks);
+  pieces.take(work.parts, heads * work.extent_chunks);
   pieces.take(work.heads, heads);
   pieces.take(work.basis, heads * 2 * nodes);
   pieces.take(work.centre, heads * 2 * dv);
@@ -141,7 +140,7 @@ void build(Sequence& sequence) {
   using T = Arithmetic<S>;
   const Work& work = sequence.work;
   const int64_t heads = work.g.call.heads;
-  sequence.run(transform_range, heads * work.range_chunks);
+  sequence.run(transform_extents, heads * work.extent_chunks);
   sequence.run(transform_layout, heads);
   sequence.template sort<T>(0);
   sequence.template sort<T>(1);
@@ -197,16 +196,15 @@ cudaError_t transform_backward(const Gradient& g, void* const* pieces, cudaStrea
     using S = decltype(zero);
     using T = Arithmetic<S>;
     build<S, true>(sequence);
-    sequence.run(transform_query_gradient<S>, call.heads * work.side[0].segments);
+    sequence.run(transform_query_moments<S>, call.heads * work.side[0].segments);
     sequence.template join<T>(0);
     sequence.run(transform_pull, ceil_div(call.heads * work.side[0].panels * work.nodes, kWarps));
-    sequence.run(transform_key_tables<T>,
+    sequence.run(transform_adjoint<T>,
                  call.heads * work.side[1].panels * ceil_div(call.dv, CoreLanes<T>::kColumns));
-    sequence.run(transform_key_gradient<S>, call.heads * work.side[1].segments);
+    sequence.run(transform_evaluate_keys<S>, call.heads * work.side[1].segments);
     return cudaSuccess;
   });
   return sequence.error == cudaSuccess ? direct_backward(work.g, stream) : sequence.error;
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

@@ -9,6 +9,7 @@ from boltzattn import distributed
 from boltzattn.dispatch import plan
 from boltzattn.dispatch.backends import Request
 from boltzattn.ops import varlen
+from boltzattn.problem import Starts
 from boltzattn.validation import validate, validate_varlen
 
 
@@ -81,7 +82,7 @@ def explain(
             method=method,
             backend=backend,
         )
-        starts = varlen.Starts(cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
+        starts = Starts(cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
         return varlen.describe(packed.problem, starts, packed.choice)
     call = validate(
         query,

@@ -106,6 +106,19 @@ class LayerGradients(NamedTuple):
     weight: Tensor
 
 
+class LayerOutputGradient(NamedTuple):
+    """The gradient that the backward pass of a layer starts from."""
+
+    out: Tensor
+
+
+class Starts(NamedTuple):
+    """Where packed sequences start, and in the last entry where they end: `[sequences + 1]`."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+
+
 class Kernels(NamedTuple):
     """How a backend computes attention."""
 
@@ -125,6 +138,16 @@ class Choice(NamedTuple):
 
     method: str
     backend: str
+
+
+# How many fields of a tuple hold tensors; they come first.
+TENSOR_FIELDS: dict[Any, int] = {
+    kind: sum(hint in (Tensor, Tensor | None) for hint in get_type_hints(kind).values())
+    for kind in (
+        *(Problem, Saved, OutputGradients, Gradients, Starts, Choice),
+        *(LayerProblem, LayerOutputGradient, LayerGradients),
+    )
+}
 
 
 def schema(*kinds: Any) -> str:

@@ -67,8 +67,8 @@ def test_measurements_of_the_readme_are_those_of_the_tables() -> None:
     found = re.findall(r"^\| (forward.*?), n = ([\d,]+) \| (.*) \|$", readme, re.MULTILINE)
     assert len(found) == 5
     for passes, n, cells in found:
-        section = tables.partition(f"{passes}, rank 1")[2]
-        row = re.search(rf"^\| {n} \|.*$", section, re.MULTILINE)[0]
+        table = tables.partition(f"{passes}, rank 1")[2]
+        row = re.search(rf"^\| {n} \|.*$", table, re.MULTILINE)[0]
         sdpa, ours, speedup = cells.split(" | ")
         assert f"| {sdpa} " in row, (passes, n)
         assert f"| {ours} ({speedup}) |" in row, (passes, n)

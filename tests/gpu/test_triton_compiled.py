@@ -1,9 +1,8 @@
 """Triton kernels as compiled: resources on every architecture, and the PTX run on the CPU.
 
 Compiling needs no GPU. What runs here is the sm_80 PTX, interpreted by ptxrun with bounds, race and
-uninitialised-memory checks; fusion of multiply-adds is off in these kernels, so ptxas has no
-licence to round otherwise than the PTX says. The interpreter of Triton itself has its own process
-(tests/interpreted).
+uninitialised-memory checks; fusion of multiply-adds is off in these kernels, so ptxas must round
+as the PTX says. Triton's own interpreter has a process of its own (tests/gpu/interpreted).
 """
 
 from __future__ import annotations
@@ -12,19 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+from boltzattn.problem import LayerProblem, OutputGradients, Problem, Saved
 from boltzattn.triton_kernels import (
-    core,
     direct,
+    direct_kernels,
+    extents,
     layer,
     layout,
-    pairs,
-    passes,
-    report,
     sorting,
     transform,
+    transform_nodes,
+    transform_tokens,
 )
 from boltzattn.triton_kernels import project as projection
-from boltzattn.triton_kernels.compilation import (
+from boltzattn.triton_kernels.launch import TOKEN_BLOCK
+from boltzattn.triton_kernels.project import project
+from boltzattn.triton_kernels.tolerances import PRECISION, most_panels
+from boltzattn.triton_kernels.tools import report
+from boltzattn.triton_kernels.tools.compilation import (
     TARGETS,
     Launch,
     compile_for,
@@ -33,8 +37,6 @@ from boltzattn.triton_kernels.compilation import (
     resources_of,
     specialisation,
 )
-from boltzattn.triton_kernels.layout import PRECISIONS, RANGE_BLOCK, most_panels
-from boltzattn.triton_kernels.project import project
 from errors import CERTIFIED, assert_accurate, error_of
 from gpu_launches import PtxRun
 from oracle import eagers, largest, magnitudes, oracle
@@ -63,18 +65,18 @@ def launches_of(
 ) -> list[Launch]:
     """Everything that forward and backward launch, one of each specialisation."""
     n = 4096
-    query, key, value, grad_out = tensors_of(dtype, n, n, rank, dv, heads=2)
-    masks: tuple[Any, ...] = (None, None, None)
-    if masked:
-        attn_mask = torch.empty(2, n, n) if method == "direct" else None
-        masks = (attn_mask, torch.zeros(2, n, dtype=torch.bool), None)
-    options = (*masks, 0.7, 0.0, masked and method == "direct")
+    *inputs, grad_out = tensors_of(dtype, n, n, rank, dv, heads=2)
+    dense = masked and method == "direct"
+    attn_mask = torch.empty(2, n, n) if dense else None
+    key_mask = torch.zeros(2, n, dtype=torch.bool) if masked else None
+    problem = Problem(*inputs, attn_mask, key_mask, None, 0.7, 0.0, dense)
+    saved = Saved(torch.empty_like(grad_out), torch.empty(2, n, dtype=torch.float64))
     forward, backward = METHODS[method]
-    out, lse = torch.empty(2, n, dv, dtype=dtype), torch.empty(2, n, dtype=torch.float64)
-    launches = launches_for(target, forward, query, key, value, *options)
-    for grad_lse in (lse, None):
-        tensors = (grad_out, grad_lse, query, key, value, out, lse)
-        launches += launches_for(target, backward, *tensors, *options)
+    launches = launches_for(target, forward, problem)
+    for grad_lse in (saved.lse, None):
+        launches += launches_for(
+            target, backward, OutputGradients(grad_out, grad_lse), saved, problem
+        )
     return list({specialisation(launch): launch for launch in launches}.values())
 
 
@@ -97,21 +99,21 @@ def layer_launches(target: str, dtype: torch.dtype, width: int) -> list[Launch]:
     """Forward and backward with two heads, values and outputs as wide as the tokens."""
     query, key = torch.empty(2, 1, 2, 4096, 1, dtype=dtype)
     x, weight = torch.empty(1, 4096, width, dtype=dtype), torch.empty(2, width, width, dtype=dtype)
-    tensors = (query, key, x, weight)
-    launches = launches_for(target, layer.layer_forward, *tensors, None, None, None, 1.0)
-    launches += launches_for(target, layer.layer_backward, x, *tensors, None, 1.0)
+    problem = LayerProblem(query, key, x, weight, None, None, None, None, 1.0)
+    launches = launches_for(target, layer.layer_forward, problem)
+    launches += launches_for(target, layer.layer_backward, x, problem)
     return list({specialisation(launch): launch for launch in launches}.values())
 
 
-# (method, dtype, rank, dv, masked); of the projection, rank stands for outputs, and dv for columns
-# of the tokens.
+# (method, dtype, rank, dv, masked); for the projection, rank is the number of outputs and dv the
+# width of the tokens.
 Case = tuple[str, torch.dtype, int, int, bool]
 QUICK: list[Case] = [
     ("direct", torch.bfloat16, 1, 64, False),
     ("transform", torch.bfloat16, 1, 64, False),
     ("project", torch.bfloat16, 2, 64, False),
 ]
-# With `full`, every row of the launch table; fp16 has those of bf16.
+# With `full`, every row of the launch tables; fp16 has the same as bf16.
 FULL: list[Case] = [
     *(
         ("direct", dtype, rank, dv, dv == 64)
@@ -172,18 +174,18 @@ def test_occupancy_of_the_token_passes(target: str) -> None:
 
 def check(method: str, tensors: tuple[Tensor, ...], launcher: PtxRun, **call: Any) -> None:
     """Forward and backward from PTX against the oracle."""
-    query, key, value, grad_out = tensors
-    options = (call.get("attn_mask"), call.get("key_mask"), None, call["scale"], 0.0)
-    options = (*options, call.get("is_causal", False))
+    *inputs, grad_out = tensors
+    key_mask, is_causal = call.get("key_mask"), call.get("is_causal", False)
+    problem = Problem(*inputs, None, key_mask, None, call["scale"], 0.0, is_causal)
     forward, backward = METHODS[method]
-    out, lse = launcher.run(forward, query, key, value, *options)
-    grads = launcher.run(backward, grad_out, None, query, key, value, out, lse, *options)
+    saved = launcher.run(forward, problem)
+    grads = launcher.run(backward, OutputGradients(grad_out, None), saved, problem)
     names = ("out", "lse", "grad_query", "grad_key", "grad_value")
-    asked = {"scale": call["scale"], "is_causal": call.get("is_causal", False)}
-    if "key_mask" in call:
-        asked["key_padding_mask"] = call["key_mask"][0]  # the same for every head
+    asked = {"scale": call["scale"], "is_causal": is_causal}
+    if key_mask is not None:
+        asked["key_padding_mask"] = key_mask[0]  # the same for every head
     assert_accurate(
-        dict(zip(names, (out, lse.float(), *grads), strict=True)),
+        dict(zip(names, (saved.out, saved.lse.float(), *grads), strict=True)),
         oracle(*tensors, **asked)._asdict(),
         eagers(*tensors, **asked),
         magnitudes=magnitudes(*tensors, **asked),
@@ -255,7 +257,7 @@ def test_project_from_ptx(dtype: torch.dtype, checks: dict[str, Any]) -> None:
 def test_products_of_heads_that_are_not_served_from_ptx(checks: dict[str, Any]) -> None:
     a, b = torch.randn(2, 40, 33), torch.randn(2, 35, 33)
     out = torch.full((2, 40, 35), 7.0)
-    PtxRun(**checks).run(layer._product, a, b, torch.tensor([0, 1], dtype=torch.int32), out)
+    PtxRun(**checks).run(layer.product_unserved, a, b, torch.tensor([0, 1], dtype=torch.int32), out)
     exact = a[0].double() @ b[0].double().mT
     size = (a[0].abs() @ b[0].abs().mT).max().item()
     eager = {"out": a[0] @ b[0].mT}
@@ -270,9 +272,10 @@ def test_layer_from_ptx(checks: dict[str, Any]) -> None:
     query, key = torch.randn(2, 1, 2, 40, 1)
     query[:, 1] *= 1e8
     x, weight, grad_out = torch.randn(1, 40, 20), torch.randn(2, 18, 20), torch.randn(1, 40, 18)
+    problem = LayerProblem(query, key, x, weight, None, None, None, None, 1.0)
     launcher = PtxRun(**checks)
-    out = launcher.run(layer.layer_forward, query, key, x, weight, None, None, None, 1.0)
-    grads = launcher.run(layer.layer_backward, grad_out, query, key, x, weight, None, 1.0)
+    out = launcher.run(layer.layer_forward, problem)
+    grads = launcher.run(layer.layer_backward, grad_out, problem)
     leaves = [y.double().requires_grad_() for y in (query, key, x, weight)]
     logits = leaves[0] @ leaves[1].mT
     exact = (logits.softmax(-1) @ leaves[2][:, None] @ leaves[3].mT).sum(1)
@@ -293,32 +296,33 @@ def test_masked_keys_from_ptx(method: str) -> None:
     check(method, tensors, PtxRun(), scale=1.3, key_mask=masked)
 
 
-# Work on the nodes, whatever the number of tokens.
+# Work on the nodes, which does not depend on the number of tokens.
 CORE = ("layout_kernel", "core_kernel", "certify_kernel")
 
 
 def counted_forward(n: int) -> PtxRun:
     """The transform's forward, bf16, dv = 64, with its traffic counted."""
-    query, key, value, _ = tensors_of(torch.bfloat16, n, n, 1, 64)
+    *inputs, _ = tensors_of(torch.bfloat16, n, n, 1, 64)
+    problem = Problem(*inputs, None, None, None, 1.0, 0.0, False)
     launcher = PtxRun(
         racecheck=False, intrawarp=False, globalcheck=False, uninit="poison", profile=True
     )
-    launcher.run(transform.transform_forward, query, key, value, None, None, None, 1.0, 0.0, False)
+    launcher.run(transform.transform_forward, problem)
     return launcher
 
 
 def forward_bytes(n: int, without: tuple[str, ...] = ()) -> int:
-    """Global bytes of it: of the kernels, counted by ptxrun, and of torch's running sums over the
-    counts of panels, the only step that is no kernel of ours: 8 per bin and block."""
-    bins = sum(1 << panels.bit_length() for panels in most_panels(n, PRECISIONS[torch.bfloat16]))
-    return counted_forward(n).bytes_moved(without) + 8 * bins * (n // RANGE_BLOCK)
+    """Global bytes of it: those of the kernels, counted by ptxrun, and those of torch's running
+    sums over the counts of panels, 8 per bin and block."""
+    bins = sum(1 << panels.bit_length() for panels in most_panels(n, PRECISION[torch.bfloat16]))
+    return counted_forward(n).bytes_moved(without) + 8 * bins * (n // TOKEN_BLOCK)
 
 
 def test_bytes_of_a_token() -> None:
-    """Forward moves little more than it must: every input read and every output written once.
+    """Forward moves little more than the least: every input read and every output written once.
 
-    Of a token more, so that what is amortised by a long sequence is left out: the core, and the
-    partial sums of panels.
+    The bytes of one more token, so that what a long sequence amortises is left out: the core, and
+    the partial sums of panels.
     """
     short, long = 2048, 4096
     moved = forward_bytes(long, CORE) - forward_bytes(short, CORE)
@@ -349,17 +353,21 @@ def test_modelled_bytes_are_the_counted() -> None:
 
 
 def test_the_report_has_every_kernel() -> None:
-    modules = (core, layer, layout, pairs, passes, projection, sorting)
-    every = {
-        f"{module.__name__}.{name}"
-        for module in modules
-        for name, kernel in vars(module).items()
-        if name.endswith("_kernel") and kernel.fn.__module__ == module.__name__
-    }
+    modules = (
+        direct_kernels,
+        extents,
+        layer,
+        layout,
+        projection,
+        sorting,
+        transform_nodes,
+        transform_tokens,
+    )
+    every = [name for module in modules for name in vars(module) if name.endswith("_kernel")]
+    assert len(set(every)) == len(every)
     for target in TARGETS:
         found = report.kernels(report.launches(target)).values()
-        listed = {f"{launch.kernel.fn.__module__}.{launch.name}" for launch in found}
-        assert listed == every
+        assert {launch.name for launch in found} == set(every)
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels without a GPU: their compiled PTX is run by ptxrun."""
+"""Launches of Triton kernels without a GPU: ptxrun runs their compiled PTX."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import ptxrun
-from boltzattn.triton_kernels.compilation import Launch, compile_for, specialisation
 from boltzattn.triton_kernels.launch import launching_by
+from boltzattn.triton_kernels.tools.compilation import Launch, compile_for, specialisation
 
 
 class PtxRun:
@@ -28,10 +28,10 @@ class PtxRun:
             return function(*args)
 
     def bytes_moved(self, without: tuple[str, ...] = ()) -> int:
-        """Global memory of all launches but those of the named kernels; needs profile=True.
+        """Bytes of global memory of all launches, except those of some kernels; needs profile=True.
 
         In sectors of 32 bytes, which is what memory moves: lanes of a warp that read the same
-        numbers share them, and a lone number costs a whole one.
+        numbers share them, and a single number costs a whole sector.
         """
         return sum(
             32 * sum(result.sectors.values())

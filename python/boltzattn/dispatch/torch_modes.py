@@ -11,6 +11,8 @@ from torch import Tensor
 
 def autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype that autocast asks for on this device, or None where it is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None

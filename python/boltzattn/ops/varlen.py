@@ -9,7 +9,7 @@ suits its length.
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +25,11 @@ from boltzattn.problem import (
     OutputGradients,
     Problem,
     Saved,
+    Starts,
     accumulate_dtype,
     schema,
     unflatten,
 )
-
-
-class Starts(NamedTuple):
-    """Where sequences start, and in the last entry where they end: `[sequences + 1]`."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
 
 
 def _bounds(name: str, starts: Tensor, total: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Autotuning, with a timer that is not one: the plumbing of launch parameters."""
+"""Autotuning with a fake timer: which launch parameters are tried, kept and used."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import boltzattn
 import pytest
 import torch
-from boltzattn.triton_kernels import autotune, launch
+from boltzattn.triton_kernels import launch
 from boltzattn.triton_kernels.launch import TokenTile
+from boltzattn.triton_kernels.tools import autotune
 from check import assert_attention
 from servers import Server
 from triton.runtime.errors import OutOfResources
@@ -24,7 +25,7 @@ def _table_as_it_was() -> Iterator[None]:
 
 
 def call() -> Any:
-    # So hot that an axis is few panels: the interpreter takes its time for each.
+    # So small that an axis has few panels: the interpreter is slow for each.
     query, key = 1e-3 * torch.randn(2, 1, 40, 1)
     return boltzattn.attention(
         query, key, torch.randn(1, 40, 3), method="transform", backend="triton"
@@ -47,7 +48,7 @@ def test_the_fastest_is_kept_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
         ("transform", "moments", True, 16): TokenTile(16, 4),
         ("transform", "evaluate", True, 16): TokenTile(16, 4),
     }
-    assert launch.token_options("moments", torch.float32, 3, 16)["TILE"] == 16
+    assert launch.token_options("moments", torch.float32, 3)["TILE"] == 16
     tensors = (torch.randn(1, 40, 1), torch.randn(1, 90, 1), torch.randn(1, 90, 3))
     assert_attention(TRITON, *tensors, torch.randn(1, 40, 3), scale=1e-3)
 

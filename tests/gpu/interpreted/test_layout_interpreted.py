@@ -10,19 +10,20 @@ import torch
 import triton
 import triton.language as tl
 from boltzattn import _C
+from boltzattn.problem import Problem
 from boltzattn.transform import layout
-from boltzattn.triton_kernels import steps
+from boltzattn.triton_kernels.launch import NODES
 from boltzattn.triton_kernels.layout import (
     KEY_PANELS,
-    NODES,
-    PRECISIONS,
     QUERY_PANELS,
     key_nodes,
     lagrange_weights,
     load_axis,
-    locate_tokens,
+    locate,
     query_nodes,
 )
+from boltzattn.triton_kernels.tolerances import PRECISION
+from boltzattn.triton_kernels.transform_launch import find_layouts
 from torch import Tensor
 
 TOKENS = 64
@@ -41,7 +42,7 @@ def probe_kernel(row, x, nodes, panel, place, weight, IS_KEY: tl.constexpr, COUN
         else:
             tl.store(nodes + k * COUNT + node, query_nodes(k, row, COUNT))
     token = tl.arange(0, 64)
-    found, at = locate_tokens(tl.load(x + token), load_axis(row, IS_KEY), IS_KEY)
+    found, at = locate(tl.load(x + token), load_axis(row, IS_KEY), IS_KEY)
     tl.store(panel + token, found)
     tl.store(place + token, at)
     to = weight + token[:, None] * COUNT + node[None, :]
@@ -96,33 +97,33 @@ def spans() -> list[layout.Range]:
 
 @pytest.mark.parametrize("span", spans(), ids=str)
 def test_as_in_python_and_cpp(span: layout.Range) -> None:
-    aims = PRECISIONS[torch.float32]
+    precision = PRECISION[torch.float32]
     # fp32 has the numbers; what it rounds them to is the range.
     query = torch.tensor([span.t_min, span.t_max]).view(1, 2, 1)
     key = torch.linspace(span.s_min, span.s_max, span.keys).view(1, span.keys, 1)
     ends = (query.min(), query.max(), key.min(), key.max())
     exact = layout.Range(*(float(x) for x in ends), span.keys)
-    row = steps.layouts(query, key, None, 1.0, aims)[0][0]
+    row = find_layouts(Problem(query, key, key, None, None, None, 1.0, 0.0, False)).layout[0]
     sizes = (exact.t_min, exact.t_max, exact.s_min, exact.s_max, exact.keys, NODES, NODES)
     share = torch.cat([torch.tensor([0.0, 1.0]), torch.rand(TOKENS - 2)]).double()
 
-    ours = layout.make_layout(exact, NODES, NODES, aims.query)
+    ours = layout.make_layout(exact, NODES, NODES, precision.query)
     t = exact.t_min + share * (exact.t_max - exact.t_min)
     nodes, *located = probe(row, t, ours.query.panels, False)
     u = ours.query.positions()
     slope = ours.tau * u.cosh() * (1 + u.abs())  # by which t follows u
     assert_close(nodes, ours.query_nodes(), slope)
-    theirs = _C.layout(*sizes, aims.query)["query_nodes"]
+    theirs = _C.layout(*sizes, precision.query)["query_nodes"]
     assert_close(nodes, torch.tensor(theirs, dtype=torch.float64), slope)
     assert_located(ours.query, ours.warp_queries(t), *located)
 
-    ours = layout.make_layout(exact, NODES, NODES, aims.key)
+    ours = layout.make_layout(exact, NODES, NODES, precision.key)
     s = exact.s_min + share * (exact.s_max - exact.s_min)
     nodes, *located = probe(row, s, ours.key.panels, True)
     edge = 0.5 * math.log(max(exact.largest_product, 4.0))
     size = abs(ours.middle) + ours.radius * (1 + edge)
     assert_close(nodes, ours.key_nodes(), size)
-    theirs = _C.layout(*sizes, aims.key)["key_nodes"]
+    theirs = _C.layout(*sizes, precision.key)["key_nodes"]
     assert_close(nodes + ours.middle, torch.tensor(theirs, dtype=torch.float64), size)
     # atanh loses what 1 - y has lost: at the ends by a factor of cosh^2, 3e7.
     w = ours.warp_keys(s)

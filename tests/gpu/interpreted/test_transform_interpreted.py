@@ -7,10 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from boltzattn.problem import Problem
 from boltzattn.reference import direct as reference
 from boltzattn.transform import layout
-from boltzattn.triton_kernels import steps, transform
-from boltzattn.triton_kernels.layout import NODES, PRECISIONS, most_panels
+from boltzattn.transform.tolerances import LARGEST_PRODUCT
+from boltzattn.triton_kernels import layout as fields
+from boltzattn.triton_kernels.launch import NODES
+from boltzattn.triton_kernels.tolerances import PRECISION, most_panels
+from boltzattn.triton_kernels.transform import transform_forward
+from boltzattn.triton_kernels.transform_launch import find_layouts, run_to_core
 from check import assert_alike, assert_attention, run
 from oracle import magnitudes
 from servers import Server
@@ -26,8 +31,13 @@ def inputs(dtype: torch.dtype, n_q: int, n_k: int, dv: int, heads: int = 1) -> l
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def prepared(query: Tensor, key: Tensor, value: Tensor, scale: float) -> steps.Call:
-    return steps.prepare(query, key, value, None, scale, slopes=False)
+def problem_of(query: Tensor, key: Tensor, value: Tensor, scale: float = 1.0) -> Problem:
+    return Problem(query, key, value, None, None, None, scale, 0.0, False)
+
+
+def served(query: Tensor, key: Tensor, value: Tensor) -> list[int]:
+    """Which heads the transform itself serves."""
+    return run_to_core(problem_of(query, key, value), for_backward=False).heads.served.tolist()
 
 
 @pytest.mark.parametrize(
@@ -50,9 +60,7 @@ def test_against_the_oracle(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ordinary_heads_are_served(dtype: torch.dtype) -> None:
     """By the transform itself, not by what it falls back on."""
-    query, key, value, _ = inputs(dtype, 9, 300, 2)
-    call = prepared(query, key, value, 1.0)
-    assert call.served.tolist() == [1], f"certificate {call.certificate.tolist()}"
+    assert served(*inputs(dtype, 9, 300, 2)[:3]) == [1]
 
 
 def test_padding_and_gradients_of_lse() -> None:
@@ -76,13 +84,13 @@ def test_padding_and_gradients_of_lse() -> None:
     ids=["NaN key", "infinite value", "B beyond the largest"],
 )
 def test_heads_it_cannot_serve_go_to_direct(spoil: Callable) -> None:
-    """Only the spoilt head: head 0 is as good as alone."""
+    """Only the spoilt head: the results of head 0 are those it has on its own."""
     query, key, value, grad_out = inputs(torch.float32, 9, 80, 3, heads=2)
     spoilt = [
         torch.cat([x[:1], y[1:]])
         for x, y in zip((query, key, value), spoil(query, key, value), strict=True)
     ]
-    assert prepared(*spoilt, 1.0).served.tolist() == [1, 0]
+    assert served(*spoilt) == [1, 0]
     both = run(TRITON, *spoilt, grad_out, scale=1.0)
     direct = run(Server("direct", "triton"), *(x[1:] for x in spoilt), grad_out[1:], scale=1.0)
     alone = run(TRITON, *(x[:1] for x in spoilt), grad_out[:1], scale=1.0)
@@ -109,28 +117,33 @@ def test_layouts_are_those_of_python(span: tuple, dtype: torch.dtype) -> None:
     t_min, t_max, s_min, s_max, n = span
     query = torch.tensor([t_min, t_max]).view(1, 2, 1).to(dtype)
     key = torch.linspace(s_min, s_max, n).view(1, n, 1).to(dtype)
-    found = steps.layouts(query, key, None, 1.0, PRECISIONS[dtype])[0][0].tolist()
+    found = find_layouts(problem_of(query, key, key)).layout[0].tolist()
+
+    def assert_fields(of: object, names: dict[str, str]) -> None:
+        for field, name in names.items():
+            # A few roundings of fp64, made by other libraries.
+            expected = pytest.approx(getattr(of, name), rel=1e-12, abs=1e-300)
+            assert found[getattr(fields, field).value] == expected, field
+
     ends = (query.min(), query.max(), key.min(), key.max())
     exact = layout.Range(*(float(x) for x in ends), n)
-    aims = PRECISIONS[dtype]
-    want_query = layout.make_layout(exact, NODES, NODES, aims.query)
-    want_key = layout.make_layout(exact, NODES, NODES, aims.key)
-    assert found[:5] == [exact.t_min, exact.t_max, exact.s_min, exact.s_max, n]
-    names = ("origin", "half", "panels")
-    for first, axis in ((8, want_query.query), (11, want_key.key)):
-        for name, x in zip(names, found[first : first + 3], strict=True):
-            # A few roundings of fp64, made by other libraries.
-            assert x == pytest.approx(getattr(axis, name), rel=1e-12, abs=1e-300), name
-    for x, name in zip(found[14:18], ("tau", "middle", "radius", "query_strip"), strict=True):
-        assert x == pytest.approx(getattr(want_query, name), rel=1e-12), name
+    precision = PRECISION[dtype]
+    query_layout = layout.make_layout(exact, NODES, NODES, precision.query)
+    key_layout = layout.make_layout(exact, NODES, NODES, precision.key)
+    for name in ("t_min", "t_max", "s_min", "s_max"):
+        assert found[getattr(fields, name.upper()).value] == getattr(exact, name)
+    for axis, of in (("QUERY", query_layout.query), ("KEY", key_layout.key)):
+        assert_fields(of, {f"{axis}_{x.upper()}": x for x in ("origin", "half", "panels")})
+    names = {x.upper(): x for x in ("tau", "middle", "radius")}
+    assert_fields(query_layout, names | {"STRIP": "query_strip"})
 
 
 def test_the_most_panels_are_enough() -> None:
-    aims = PRECISIONS[torch.float32]
+    precision = PRECISION[torch.float32]
     for n in (2, 100, 10**6):
-        half = layout.LARGEST_PRODUCT
-        span = layout.Range(-half, half, -0.5, 0.5, n)
-        assert most_panels(n, aims)[0] >= layout.make_layout(span, 16, 16, aims.query).query.panels
+        span = layout.Range(-LARGEST_PRODUCT, LARGEST_PRODUCT, -0.5, 0.5, n)
+        widest = layout.make_layout(span, NODES, NODES, precision.query).query.panels
+        assert most_panels(n, precision)[0] >= widest
 
 
 def test_bitwise_the_same_twice() -> None:
@@ -145,11 +158,11 @@ def test_causal() -> None:
     assert_attention(TRITON, *inputs(torch.float32, 600, 600, 2), is_causal=True)
 
 
-def test_agrees_with_the_reference_transform() -> None:
+def test_agrees_with_the_reference() -> None:
     query, key, value, _ = inputs(torch.float32, 40, 300, 5)
-    out, lse = transform.transform_forward(query, key, value, None, None, None, 7.0, 0.0, False)
-    dense, dense_lse = reference.direct_forward(
-        query.double(), key.double(), value.double(), None, None, None, 7.0, 0.0, False
+    out, lse = transform_forward(problem_of(query, key, value, 7.0))
+    dense, dense_lse = reference.forward(
+        problem_of(query.double(), key.double(), value.double(), 7.0)
     )
     # fp32 weights and rows of 16 nodes: a few units of rounding of max|value|.
     assert (out - dense).abs().max() <= 8 * torch.finfo(torch.float32).eps * value.abs().max()

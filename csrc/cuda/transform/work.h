@@ -3,15 +3,14 @@
 
 #include <type_traits>
 
-#include "certificate.h"
+#include "spec/certificate.h"
 #include "cuda/problem.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 constexpr int kMostPanels = 1024;  // of an axis
 
-struct RangePart {
+struct ExtentPart {
   double t_min, t_max, s_min, s_max;
   int64_t keys, at_max, at_min;  // where the largest and the smallest key stand
   int64_t regular;               // all numbers finite, and the mask is no bias
@@ -29,7 +28,7 @@ struct HeadLayout {
   Range range;
   Layout layout;
   int64_t end_key[2];  // the largest and the smallest key
-  int64_t usable;      // else the head goes to `direct`
+  int64_t served;      // so far; else the head goes to `direct`
 };
 
 // One axis, queries or keys. Arrays start with the head; `panels`, `segments` and `chunks` are what
@@ -47,11 +46,11 @@ struct Side {
 
 struct Work {
   Gradient g;
-  int64_t nodes, range_chunks;
+  int64_t nodes, extent_chunks;
   double precision;
   int64_t keys;  // the side a kernel is to work on: 0 queries, 1 keys
   Side side[2];
-  RangePart* parts;    // [range_chunks]
+  ExtentPart* parts;   // [extent_chunks]
   HeadLayout* heads;   // [1]
   double* basis;       // [2][nodes]: Chebyshev nodes and factors of the Lagrange basis
   double* centre;      // [2][dv]: values of the end keys
@@ -72,5 +71,4 @@ struct Work {
   int32_t* served;     // [1]
 };
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

@@ -1,15 +1,9 @@
-// The running softmax of a row: a monoid of (max, sum), to which an accumulator is scaled along.
+// The running softmax of a row: its largest logit and the sum of its weights.
 // Logits are in units of ln 2 (they were multiplied by log2(e) beforehand), so weights are powers
 // of 2; `lse` is in natural units again. Host and device; no torch.
 #pragma once
 
-#include <math.h>
-
-#ifdef __CUDACC__
-#define BOLTZATTN_HD __host__ __device__ __forceinline__
-#else
-#define BOLTZATTN_HD inline __attribute__((always_inline))
-#endif
+#include "spec/types.h"
 
 namespace boltzattn {
 
@@ -35,17 +29,6 @@ struct OnlineSoftmax {
     max = top;
     sum *= double(factor);
     return factor;
-  }
-
-  // Adds the weights of another part of the row; returns the factors for (this, other).
-  struct Factors {
-    T self, other;
-  };
-  BOLTZATTN_HD Factors merge(const OnlineSoftmax& part) {
-    const T self = raise(part.max);
-    const T other = part.sum == 0 ? T(0) : power_of_2(part.max - reference());
-    sum += part.sum * double(other);
-    return {self, other};
   }
 
   BOLTZATTN_HD T normaliser() const { return sum == 0 ? T(0) : T(1 / sum); }

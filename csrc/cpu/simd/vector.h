@@ -143,3 +143,47 @@ BOLTZATTN_INLINE Vec<double> exp2_of(Vec<double> x) {
   const Vec<double> power = (Vec<double>)(((Word<double>)shifted << 52) + (uint64_t(1023) << 52));
   return e * power;
 }
+
+// log(x) for positive normal x, to rounding: x = 2^e m with m in [sqrt(1/2), sqrt(2)], and
+// log(m) = 2 atanh((m - 1) / (m + 1)).
+BOLTZATTN_INLINE Vec<double> log_of(Vec<double> x) {
+  const Bits<double> bits = (Bits<double>)x;
+  const Bits<double> low = bits & 0x000fffffffffffffll;
+  const Bits<double> upper = low > 0x0006a09e667f3bcdll;  // mantissa above sqrt(2): all ones
+  const Vec<double> m = (Vec<double>)(low | (0x3ff0000000000000ll + (upper << 52)));
+  const Vec<double> e =
+      (Vec<double>)(((bits >> 52) - upper) | 0x4330000000000000ll) - (4503599627370496.0 + 1023.0);
+  const Vec<double> z = (m - 1.0) / (m + 1.0), y = z * z;
+  Vec<double> sum = y * (2.0 / 21) + 2.0 / 19;
+  sum = sum * y + 2.0 / 17;
+  sum = sum * y + 2.0 / 15;
+  sum = sum * y + 2.0 / 13;
+  sum = sum * y + 2.0 / 11;
+  sum = sum * y + 2.0 / 9;
+  sum = sum * y + 2.0 / 7;
+  sum = sum * y + 2.0 / 5;
+  sum = sum * y + 2.0 / 3;
+  return e * kLn2 + (z * 2.0 + z * y * sum);
+}
+
+BOLTZATTN_INLINE double larger_of(double a, double b) {
+  return a > b ? a : b;
+}
+// The largest magnitude; NaN if there is a NaN or an infinity.
+template <class T>
+static double largest_of(const T* x, int64_t size) {
+  constexpr int L = kLanes<T>;
+  Vec<T> largest{}, odd{};
+  int64_t c = 0;
+  for (; c + L <= size; c += L) {
+    const Vec<T> v = load(x + c);
+    largest = larger<T>(largest, v < T(0) ? -v : v);
+    odd += v * T(0);
+  }
+  double most = double(reduce_max<T>(largest)), rest = double(reduce_sum<T>(odd));
+  for (; c < size; ++c) {
+    most = larger_of(most, x[c] < 0 ? -double(x[c]) : double(x[c]));
+    rest += double(x[c]) * 0;
+  }
+  return most + rest;
+}

@@ -1,12 +1,12 @@
-"""Launch parameters by measurement, for who asks: `autotune(call)`.
+"""Launch parameters by measurement: `autotune(call)`.
 
-The table of `launch` was chosen without a GPU. On yours other sizes may be faster; this tries them
+The table in `launch` was chosen without a GPU. On yours, other sizes may be faster; this tries them
 on a call of your own and keeps the fastest for the rest of the process:
 
-    from boltzattn.triton_kernels.autotune import autotune
+    from boltzattn.triton_kernels.tools.autotune import autotune
     autotune(lambda: boltzattn.attention(q, k, v, backend="triton"))
 
-Results stay within the same error bounds, but not bit for bit: sums are taken in other portions.
+Results stay within the same error bounds but are not bitwise the same: sums are split differently.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def autotune(
 ) -> dict[tuple, Any]:
     """Try other launch parameters for every kernel that call() starts; keep and return the fastest.
 
-    One entry of the table at a time, the others at their best so far. Parameters that the device
-    cannot take are passed over. Takes minutes: every candidate is compiled.
+    Entries of the table are tried one at a time, with the others at their best so far. Parameters
+    that the device does not support are skipped. Takes minutes: every candidate is compiled.
     """
     asked.clear()
     call()
@@ -65,7 +65,7 @@ def autotune(
 
 
 def _time(call: Callable[[], Any], timer: Callable[[Callable[[], Any]], float]) -> float | None:
-    """None if the device has too few registers or too little shared memory for it."""
+    """None if the device has too few registers or too little shared memory."""
     from triton.runtime.errors import OutOfResources, PTXASError
 
     try:
@@ -75,5 +75,5 @@ def _time(call: Callable[[], Any], timer: Callable[[Callable[[], Any]], float]) 
 
 
 def reset() -> None:
-    """Back to the table."""
+    """Forget what was tuned."""
     tuned.clear()

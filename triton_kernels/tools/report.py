@@ -1,20 +1,24 @@
-"""What the kernels take of a GPU, from the compiled binaries and a model of their traffic.
+"""What the kernels need on a GPU, from the compiled binaries and a model of their traffic.
 
-Registers, shared memory and spills are facts of the compiler. Bytes and operations per token are
-counted from the algorithm, in sectors of 32 bytes where numbers lie scattered, and times are what
-the memory and the arithmetic of a GPU would allow at best. No GPU was asked.
+Registers, shared memory and spills are what the compilers report. Bytes and operations per token
+are counted from the algorithm, in sectors of 32 bytes where numbers lie scattered, and times are
+the least that the memory and the arithmetic units of a GPU allow. No GPU is needed.
 
-    python -m boltzattn.triton_kernels.report > docs/gpu-report.md
+    python -m boltzattn.triton_kernels.tools.report > docs/gpu-report.md
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from boltzattn.triton_kernels import direct, layer, transform
-from boltzattn.triton_kernels.compilation import (
+from boltzattn.problem import LayerProblem, OutputGradients, Problem, Saved
+from boltzattn.triton_kernels.direct import direct_backward, direct_forward
+from boltzattn.triton_kernels.launch import CHUNK, NODES, TOKEN_BLOCK
+from boltzattn.triton_kernels.layer import layer_forward, product_kernel
+from boltzattn.triton_kernels.project import project
+from boltzattn.triton_kernels.tools.compilation import (
     TARGETS,
     Launch,
     compile_for,
@@ -23,22 +27,19 @@ from boltzattn.triton_kernels.compilation import (
     resources_of,
     specialisation,
 )
-from boltzattn.triton_kernels.launch import CHUNK
-from boltzattn.triton_kernels.layout import NODES, RANGE_BLOCK
-from boltzattn.triton_kernels.project import project
+from boltzattn.triton_kernels.transform import transform_backward, transform_forward
 
 N, DV, DTYPE = 65536, 64, torch.bfloat16
 WIDTH, OUTPUTS = 512, 2  # of the projection: a head's query and key from tokens of this width
-SECTOR = 32  # bytes that memory moves at least
+SECTOR = 32  # bytes: the least that memory moves
 PANELS = 16  # in use, at ordinary temperatures
 PAIR = 30  # fp32 operations of a query and a key in `direct`: score, exponential, sums
-SPLIT = 3  # products of parts that make one of fp32
+SPLIT = 3  # products of parts that make up one of fp32
 PARTS = ("transform forward", "transform backward", "direct", "layer", "projection")
 
 
 class GPU(NamedTuple):
-    """Peak bytes and operations per second, of dense bf16 matrices and of fp32, from the vendor's
-    data sheets."""
+    """Peak bytes and operations per second (dense bf16 matrices; fp32) from the data sheets."""
 
     bandwidth: float
     bf16: float
@@ -53,34 +54,36 @@ GPUS = {
 
 
 class Work(NamedTuple):
-    """Bytes of global memory and operations of matrix units per token; the core, which has no n, is
-    left out."""
+    """Bytes of global memory and operations of matrix units per token.
+
+    The core, whose work does not depend on n, is left out.
+    """
 
     bytes: float
     operations: float
 
 
 def work_per_token(kernel: str, dv: int, size: int, is_key: bool = False) -> Work:
-    """Of one token of the kernel's axis, for numbers of `size` bytes."""
+    """The work of one token of the kernel's axis, for numbers of `size` bytes."""
     place = 8 if size == 4 else 4
     row, token, product = dv * size, 4 + place, 2 * NODES * dv
     partial = NODES * (place * dv + 8) / CHUNK
     table = 4 * NODES * dv / CHUNK
-    counts = SECTOR * PANELS / RANGE_BLOCK
+    counts = SECTOR * PANELS / TOKEN_BLOCK
     number = 0 if is_key else size
-    # A weight is two numbers of half precision; a table and a weight of fp32 are split both.
+    # A weight is two numbers of half precision; in fp32 both the table and the weight are split.
     summed = product * (SPLIT if size == 4 else 2)
     found = {
-        "ranges_kernel": Work(2 * size, 0),
+        "extents_kernel": Work(2 * size, 0),
         "count_kernel": Work(size + counts, 0),
         "order_kernel": Work(size + counts + token + number, 0),
         "moments_kernel": Work(token + row + partial, summed),
         "reduce_kernel": Work(partial, 0),
         "evaluate_kernel": Work(token + number + row + table + SECTOR, SPLIT * product),
-        "query_gradient_kernel": Work(
+        "query_moments_kernel": Work(
             token + row + table + partial + SECTOR, SPLIT * product + summed
         ),
-        "key_gradient_kernel": Work(token + 2 * row + 2 * table + SECTOR, 2 * SPLIT * product),
+        "evaluate_keys_kernel": Work(token + 2 * row + 2 * table + SECTOR, 2 * SPLIT * product),
         "project_kernel": Work(size * (WIDTH + OUTPUTS), 2 * WIDTH * OUTPUTS),
     }
     return found.get(kernel, Work(0, 0))
@@ -105,42 +108,38 @@ class Launches(NamedTuple):
     forward: list[Launch]  # of the transform
     backward: list[Launch]
     direct: list[Launch]
-    layer: list[Launch]  # what it has beside the transform
+    layer: list[Launch]  # what it launches besides the transform
     project: list[Launch]
 
 
 def launches(target: str) -> Launches:
-    """What calls launch there; the direct kernels that stand behind a transform are listed once, as
-    those of `direct`."""
-    query = key = torch.empty(1, N, 1, dtype=DTYPE)
-    value = grad_out = out = torch.empty(1, N, DV, dtype=DTYPE)
-    lse = torch.empty(1, N, dtype=torch.float64)
-    options = (None, None, None, 1.0, 0.0, False)
-    x, weight = torch.empty(1, N, WIDTH, dtype=DTYPE), torch.empty(OUTPUTS, WIDTH, dtype=DTYPE)
-    backward = grad_out, None, query, key, value, out, lse, *options
-    in_layer = query[None], key[None], value, value.new_empty(1, DV, DV), None, None, None, 1.0
+    """What calls launch there.
+
+    The direct kernels that a transform launches too are listed once, as those of `direct`.
+    """
+    query, value = torch.empty(1, N, 1, dtype=DTYPE), torch.empty(1, N, DV, dtype=DTYPE)
+    problem = Problem(query, query, value, None, None, None, 1.0, 0.0, False)
+    saved = Saved(value, torch.empty(1, N, dtype=torch.float64))
+    backward = OutputGradients(value, None), saved, problem
+    weight = value.new_empty(1, DV, DV)
+    layer = LayerProblem(query[None], query[None], value, weight, None, None, None, None, 1.0)
+    tokens = torch.empty(1, N, WIDTH, dtype=DTYPE), torch.empty(OUTPUTS, WIDTH, dtype=DTYPE)
+
+    def of_transform(*call: Any) -> list[Launch]:
+        return [x for x in launches_for(target, *call) if not x.name.startswith("direct_")]
+
     return Launches(
-        _without_pairs(
-            launches_for(target, transform.transform_forward, query, key, value, *options)
-        ),
-        _without_pairs(launches_for(target, transform.transform_backward, *backward)),
-        launches_for(target, direct.direct_forward, query, key, value, *options)
-        + launches_for(target, direct.direct_backward, *backward),
-        [
-            x
-            for x in launches_for(target, layer.layer_forward, *in_layer)
-            if x.kernel is layer.product_kernel
-        ],
-        launches_for(target, project, x, weight, None),
+        of_transform(transform_forward, problem),
+        of_transform(transform_backward, *backward),
+        launches_for(target, direct_forward, problem)
+        + launches_for(target, direct_backward, *backward),
+        [x for x in launches_for(target, layer_forward, layer) if x.kernel is product_kernel],
+        launches_for(target, project, *tokens, None),
     )
 
 
-def _without_pairs(some: list[Launch]) -> list[Launch]:
-    return [launch for launch in some if "BLOCK_Q" not in launch.fixed]
-
-
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    """A table of Markdown, line by line."""
+    """A Markdown table, line by line."""
     columns = list(columns)
     yield f"| {' | '.join(columns)} |"
     yield f"|{'---|' * len(columns)}"
@@ -149,7 +148,7 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str
 
 
 def kernels(found: Launches) -> dict[str, Launch]:
-    """One launch of every specialisation, by the call it is part of and its name."""
+    """One launch of every specialisation, named by the call it is part of and its kernel."""
     seen: set[str] = set()
     named: dict[str, Launch] = {}
     for part, some in zip(PARTS, found, strict=True):
@@ -158,12 +157,13 @@ def kernels(found: Launches) -> dict[str, Launch]:
             key = specialisation(launch)
             if key not in seen:
                 seen.add(key)
-                named[f"{part}: {launch.name.removesuffix('_kernel')}{axis}"] = launch
+                name = launch.name.removeprefix("direct_").removesuffix("_kernel")
+                named[f"{part}: {name}{axis}"] = launch
     return named
 
 
 def resources(target: str) -> dict[str, str]:
-    """What each kernel takes of an architecture, in words."""
+    """What each kernel needs on an architecture, as text."""
     found = {}
     for name, launch in kernels(launches(target)).items():
         taken = resources_of(compile_for(launch, target))
@@ -173,7 +173,7 @@ def resources(target: str) -> dict[str, str]:
 
 
 def passes(some: list[Launch], size: int) -> Iterator[tuple[str, Work]]:
-    """The kernels of a call that have tokens to pass over, and their work per token."""
+    """The kernels of a call that pass over tokens, and their work per token."""
     for launch in some:
         is_key = launch.fixed.get("IS_KEY", False)
         work = work_per_token(launch.name, DV, size, is_key)
@@ -190,7 +190,7 @@ def times(work: Work, tokens: int) -> list[str]:
 
 
 def traffic(some: list[Launch], size: int, least: Work) -> Iterator[list[str]]:
-    """Rows of bytes, operations and times per kernel, of all, and of the least there may be."""
+    """Rows of bytes, operations and times: of each kernel, in all, and the least possible."""
     total = Work(0, 0)
     for name, work in passes(some, size):
         total = Work(total.bytes + work.bytes, total.operations + work.operations)
@@ -202,13 +202,13 @@ def traffic(some: list[Launch], size: int, least: Work) -> Iterator[list[str]]:
 
 
 def lines() -> Iterator[str]:
-    """The report, line by line as it is found: compiling takes a while."""
+    """The report, line by line as it is made: compiling takes a while."""
     size = torch.empty(0, dtype=DTYPE).element_size()
     found = launches("sm_80")
     dtype = str(DTYPE).removeprefix("torch.")
-    yield f"Triton kernels, {dtype}, rank 1, dv {DV}, from the compiled binaries: registers of a"
-    yield "thread, bytes of shared memory of a program, bytes that a thread spills, and the share"
-    yield "of a multiprocessor's threads that fit at once:"
+    yield f"Triton kernels, {dtype}, rank 1, dv {DV}, from the compiled binaries: registers per"
+    yield "thread, bytes of shared memory per program, bytes that a thread spills, and the share"
+    yield "of a multiprocessor's threads that can be resident:"
     yield ""
     taken = {target: resources(target) for target in TARGETS}
     rows = [[name, *(taken[target][name] for target in TARGETS)] for name in taken["sm_80"]]
@@ -224,7 +224,7 @@ def lines() -> Iterator[str]:
     projection = Work(size * (WIDTH + OUTPUTS), 2 * WIDTH * OUTPUTS)
     yield from ("", f"Projection of tokens of width {WIDTH} to {OUTPUTS} numbers, {n}:", "")
     yield from table(columns, traffic(found.project, size, projection))
-    yield from ("", f"Direct forward, {N} pairs a token, {n}:", "")
+    yield from ("", f"Direct forward, {N} pairs per token, {n}:", "")
     matrices = Work(2 * size * (1 + DV), 2 * DV * N)
     scalar = [f"{N * N * PAIR / gpu.fp32 * 1e6:.0f}" for gpu in GPUS.values()]
     rows = [
@@ -235,11 +235,11 @@ def lines() -> Iterator[str]:
 
 
 def main() -> None:
-    print("# What the Triton kernels take\n")
+    print("# What the Triton kernels need\n")
     print(
-        "Written by `python -m boltzattn.triton_kernels.report`. Registers, shared memory and "
-        "spills are\nwhat the compilers say. Bytes, operations and times are **modelled, not "
-        "measured**: no GPU has run\nthese kernels. The CUDA kernels have a table of their own, "
+        "Written by `python -m boltzattn.triton_kernels.tools.report`. Registers, shared memory "
+        "and spills\nare what the compilers report. Bytes, operations and times are **modelled, "
+        "not measured**: no GPU has\nrun these kernels. The CUDA kernels have their own table, "
         "[`gpu-report-cuda.md`](gpu-report-cuda.md).\n"
     )
     for line in lines():

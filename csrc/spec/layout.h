@@ -1,6 +1,6 @@
 // The layout of a transform: panels and nodes on the query axis and on the key axis of one head.
-// docs/transform.md derives it. Host and device; no torch. python/boltzattn/layout.py is the same
-// mathematics in Python, and a test holds the two equal.
+// docs/transform.md derives it. Host and device; no torch. python/boltzattn/transform/layout.py is
+// the same mathematics in Python, and a test holds the two equal.
 //
 // Queries t live in [t_min, t_max], keys s in [s_min, s_max]; R = s_max - s_min, B = max|t| R.
 //   query axis: t = tau sinh(u), panels uniform in u;
@@ -10,19 +10,12 @@
 // rho = r + sqrt(r^2 + 1) and r = height / h.
 #pragma once
 
-#include <math.h>
-#include <stdint.h>
-
-#include "online_softmax.h"
+#include "spec/tolerances.h"
 
 namespace boltzattn {
 
 constexpr double kPi = 3.14159265358979323846;
-constexpr int kMostNodes = 32;  // on a panel
-constexpr int kLeastNodes = 8;
-constexpr int kNodeStep = 4;
-constexpr double kKeyStrip = kPi / 4;    // height of the strip on the key axis
-constexpr double kLargestProduct = 3e7;  // B beyond which fp64 itself loses the logits
+constexpr double kKeyStrip = kPi / 4;  // height of the strip on the key axis
 
 // What the layout of a head depends on.
 struct Range {

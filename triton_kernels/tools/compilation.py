@@ -1,7 +1,7 @@
-"""Compiles a launch for an architecture that need not be there, and reads off what it takes.
+"""Compiles a launch for an architecture without such a GPU, and reads what it needs.
 
-No driver is asked. A launch is a kernel with its arguments, as `launch.launch` sees it; real
-tensors are needed for their dtypes and alignment only.
+No driver is involved. A launch is a kernel with its arguments, as `launch.launch` sees it; tensors
+are needed for their dtypes and alignment only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from boltzattn.triton_kernels.launch import launching_by
+from boltzattn.triton_kernels.launch import cdiv, launching_by
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
@@ -48,7 +48,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, the grid it is started on, and what it is given."""
+    """A kernel, its grid, and its arguments."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -81,7 +81,8 @@ def source_of(launch: Launch) -> ASTSource:
 
     def type_of(value: Any, path: tuple[int, ...]) -> Any:
         if isinstance(value, tuple):
-            return tuple(type_of(item, (*path, i)) for i, item in enumerate(value))
+            types = [type_of(item, (*path, i)) for i, item in enumerate(value)]
+            return type(value)._make(types) if hasattr(value, "_make") else tuple(types)
         if value is None or (type(value) is int and value == 1):
             constants[path] = value
             return "constexpr"
@@ -122,23 +123,23 @@ def launches_for(target: str, function: Callable, *args: Any) -> list[Launch]:
 
 
 def compile_for(launch: Launch, target: str) -> CompiledKernel:
-    """The kernel as `target` would run it; the launch is one of `launches_for` it."""
+    """The kernel as `target` would run it; the launch must come from `launches_for` that target."""
     options = {name: launch.fixed[name] for name in OPTIONS if name in launch.fixed}
     return triton.compile(source_of(launch), target=TARGETS[target], options=options)
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one program of a compiled kernel takes."""
+    """What one program of a compiled kernel needs."""
 
-    registers: int  # of a thread
-    spilled: int  # bytes of stack of a thread
+    registers: int  # per thread
+    spilled: int  # bytes of stack per thread
     shared: int  # bytes
     warps: int
 
 
 def resources_of(compiled: CompiledKernel) -> Resources:
-    """Read from the binary's own records."""
+    """Read from what the binary records of itself."""
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     if "amdgcn" in compiled.asm:
         text = compiled.asm["amdgcn"]
@@ -146,7 +147,7 @@ def resources_of(compiled: CompiledKernel) -> Resources:
         def number(key: str) -> int:
             return int(re.search(rf"\.{key}:\s*(\d+)", text).group(1))
 
-        # Scalar registers spill into vector registers there, which is not memory.
+        # There, scalar registers spill into vector registers, which is not memory.
         spilled = number("private_segment_fixed_size") + 4 * number("vgpr_spill_count")
         return Resources(number("vgpr_count"), spilled, shared, warps)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -165,12 +166,12 @@ def resources_of(compiled: CompiledKernel) -> Resources:
 class Multiprocessor(NamedTuple):
     """What the programs on one multiprocessor (AMD: compute unit) share."""
 
-    registers: int  # of a lane's width
+    registers: int  # of one lane
     shared: int  # bytes
     warps: int  # at most
     programs: int  # at most
-    lanes: int  # of a warp
-    reserved: int  # bytes of shared memory that the system takes of every program
+    lanes: int  # per warp
+    reserved: int  # bytes of shared memory that the system takes from every program
 
 
 MULTIPROCESSORS = {
@@ -185,10 +186,9 @@ MULTIPROCESSORS = {
 def occupancy(resources: Resources, target: str) -> float:
     """Share of a multiprocessor's warps that can be resident."""
     limits = MULTIPROCESSORS[target]
-    of_a_warp = -(-resources.registers // 8) * 8 * limits.lanes
-    by_registers = limits.registers // (of_a_warp * resources.warps)
-    of_a_program = max(1, resources.shared + limits.reserved)
-    by_shared = limits.shared // of_a_program
+    registers_per_warp = cdiv(resources.registers, 8) * 8 * limits.lanes
+    by_registers = limits.registers // (registers_per_warp * resources.warps)
+    by_shared = limits.shared // max(1, resources.shared + limits.reserved)
     by_warps = limits.warps // resources.warps
     resident = min(by_registers, by_shared, by_warps, limits.programs)
     return resident * resources.warps / limits.warps

@@ -12,12 +12,13 @@
 #pragma once
 
 #include "cuda/direct.cuh"
+#include "spec/tolerances.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 template <class T>
-constexpr int kNodes = sizeof(T) == 4 ? 16 : 32;  // on a panel, of either axis
+constexpr int kNodes =
+    cuda_nodes(sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64);  // on a panel, of either axis
 template <class T>
 constexpr int kSegment = sizeof(T) == 4 ? 512 : 128;  // tokens
 constexpr int kFlush = 32;  // tokens summed in T before they go to fp64: equal ones round in step
@@ -294,5 +295,4 @@ struct NodeTable {
   }
 };
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

@@ -1,0 +1,286 @@
+"""The kernels of `direct`: programs over blocks of pairs of queries and keys.
+
+A program owns a block of query rows (forward, dq) or of keys (dk, dv) and up to 128 columns of the
+values, and streams the other side past them. There are no atomics. Scores are outer products in
+fp32: a rank is too short for a matrix unit. They are held as [keys, queries], because Triton then
+gives a thread one query and all keys of a block, and sums over keys stay inside the thread. Wider
+values take several programs that share nothing: the gradients of queries and keys are linear in
+the columns, and the shares are added at the end.
+
+`served` [heads] marks the heads that the transform has computed, which these kernels leave alone:
+the host need not know which they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from boltzattn.triton_kernels.heads import (
+    Lead,
+    Strided,
+    head_of,
+    inside,
+    load_column,
+    load_matrix,
+    load_vector,
+    span_of,
+    start_of,
+    store_matrix,
+    transposed,
+)
+
+RANK_TILE = tl.constexpr(16)  # columns of dq and dk in a matrix product
+
+
+class Pairs(NamedTuple):
+    """What every kernel reads; masks and dropout, which may be None, are arguments of their own."""
+
+    query: Strided
+    key: Strided
+    value: Strided
+    lead: Lead
+    n_q: int
+    n_k: int
+    dv: int
+    scale: float
+
+
+class Dropout(NamedTuple):
+    seed: Strided
+    dropped_below: int  # a draw of 32 bits
+    kept_factor: float
+
+
+class Program(NamedTuple):
+    """A program's head, the first row or key of its block, and its columns of the values."""
+
+    head: Any
+    first: Any
+    columns: Any
+
+
+@triton.jit
+def program_of(pairs, n, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """This program, where blocks of BLOCK rows or keys share out n."""
+    blocks = tl.cdiv(n, BLOCK)
+    return Program(
+        head_of(tl.program_id(0) // blocks, pairs.lead),
+        tl.program_id(0) % blocks * BLOCK,
+        span_of(tl.program_id(1) * BLOCK_DV, pairs.dv, BLOCK_DV),
+    )
+
+
+@triton.jit
+def mix32(x):
+    """A bijective 32-bit hash."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def dropout_factor(dropout, head, rows, keys):
+    """What a block of weights is multiplied by; the same bits as reference.dropout_keep."""
+    number = tl.load(start_of(dropout.seed, head)).to(tl.uint64)
+    low, high = (number & 0xFFFFFFFF).to(tl.uint32), (number >> 32).to(tl.uint32)
+    row, key = rows.first + rows.local, keys.first + keys.local
+    line = mix32(mix32(low ^ mix32(high)) + row.to(tl.uint32) * 0x27D4EB2F)
+    draw = mix32(line[None, :] ^ (key.to(tl.uint32) * 0x9E3779B1)[:, None])
+    return tl.where(draw.to(tl.int64) >= dropout.dropped_below, dropout.kept_factor, 0.0)
+
+
+@triton.jit
+def masked_scores(
+    pairs, attn_mask, key_mask, head, rows, keys, IS_CAUSAL: tl.constexpr, RANK: tl.constexpr
+):
+    """Logits [BLOCK_K, BLOCK_Q] of a block of pairs, -inf where a query may not attend.
+
+    Forward and backward share it, so that weights are rebuilt from the very same numbers. The loop
+    over ranks is a loop: unrolled, it would hold all columns in registers.
+    """
+    q = load_column(pairs.query, head, rows, 0) * pairs.scale
+    score = load_column(pairs.key, head, keys, 0)[:, None] * q[None, :]
+    for r in range(1, RANK):
+        q = load_column(pairs.query, head, rows, r) * pairs.scale
+        score = tl.fma(load_column(pairs.key, head, keys, r)[:, None], q[None, :], score)
+    allowed = inside(keys)[:, None]
+    if IS_CAUSAL:
+        allowed = allowed & (keys.local[:, None] <= (rows.first - keys.first) + rows.local[None, :])
+    if key_mask is not None:
+        mask = load_vector(key_mask, head, keys)
+        if mask.dtype == tl.uint8:
+            allowed = allowed & (mask == 0)[:, None]
+        else:
+            score += mask.to(tl.float32)[:, None]
+    if attn_mask is not None:
+        mask = load_matrix(transposed(attn_mask), head, keys, rows)
+        if mask.dtype == tl.uint8:
+            allowed = allowed & (mask != 0)
+        else:
+            score += mask.to(tl.float32)
+    return tl.where(allowed, score, float("-inf"))
+
+
+@triton.jit
+def direct_forward_kernel(
+    pairs,
+    attn_mask,
+    key_mask,
+    dropout,
+    served,
+    out,  # [heads, n_q, dv], written
+    lse,  # [heads, n_q] fp64, written
+    IS_CAUSAL: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head, row, columns = program_of(pairs, pairs.n_q, BLOCK_Q, BLOCK_DV)
+    if served is not None:
+        if tl.load(served + head.number) != 0:
+            return
+    rows = span_of(row, pairs.n_q, BLOCK_Q)
+    top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float64)  # long rows outgrow fp32
+    acc = tl.zeros([BLOCK_DV, BLOCK_Q], tl.float32)
+    end = tl.minimum(pairs.n_k, row + BLOCK_Q) if IS_CAUSAL else pairs.n_k
+    for first_key in range(0, end, BLOCK_K):
+        keys = span_of(first_key, pairs.n_k, BLOCK_K)
+        v = load_matrix(pairs.value, head, keys, columns).to(DOT)
+        score = masked_scores(pairs, attn_mask, key_mask, head, rows, keys, IS_CAUSAL, RANK)
+        higher = tl.maximum(top, tl.max(score, 0))
+        # A row that has met no finite logit is measured from 0: exp(-inf - 0) is 0.
+        reference = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp(score - reference[None, :])
+        shrink = tl.exp(top - reference)
+        total = total * shrink.to(tl.float64) + tl.sum(weight, 0).to(tl.float64)
+        if dropout is not None:
+            weight *= dropout_factor(dropout, head, rows, keys)
+        acc *= shrink[None, :]
+        acc = tl.dot(tl.trans(v), weight.to(DOT), acc, input_precision=PRECISION)
+        top = higher
+
+    normaliser = tl.where(total == 0.0, 0.0, 1.0 / total).to(tl.float32)
+    line = head.number * pairs.n_q
+    store_matrix(out + line * pairs.dv, tl.trans(acc * normaliser[None, :]), rows, columns)
+    if tl.program_id(1) == 0:
+        tl.store(lse + line + row + rows.local, top.to(tl.float64) + tl.log(total), inside(rows))
+
+
+@triton.jit
+def rebuilt_weights(score, lse):
+    """exp(score - lse) from the fp64 lse, whose digits do not fit into one fp32."""
+    lse = tl.where(lse == float("-inf"), 0.0, lse)  # an empty row: all its scores are -inf
+    high = lse.to(tl.float32)
+    low = (lse - high.to(tl.float64)).to(tl.float32)
+    return tl.exp((score - high[None, :]) - low[None, :])
+
+
+@triton.jit
+def direct_query_gradient_kernel(
+    pairs,
+    attn_mask,
+    key_mask,
+    dropout,
+    served,
+    grad_out,
+    grad_lse,
+    out,
+    lse,  # [heads, n_q] fp64
+    delta,  # [column blocks, heads, n_q] fp32, written: grad_out . out - grad_lse
+    grad_query,  # [column blocks, heads, n_q, RANK] fp32, written
+    IS_CAUSAL: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head, row, columns = program_of(pairs, pairs.n_q, BLOCK_Q, BLOCK_DV)
+    if served is not None:
+        if tl.load(served + head.number) != 0:
+            return
+    rows, ranks = span_of(row, pairs.n_q, BLOCK_Q), span_of(0, RANK, RANK_TILE)
+    share = (tl.program_id(1).to(tl.int64) * pairs.lead.heads + head.number) * pairs.n_q
+
+    g = load_matrix(grad_out, head, rows, columns).to(DOT)
+    o = load_matrix(out, head, rows, columns)
+    shift = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+    if grad_lse is not None:
+        if tl.program_id(1) == 0:
+            shift -= load_vector(grad_lse, head, rows).to(tl.float32)
+    tl.store(delta + share + row + rows.local, shift, inside(rows))
+    row_lse = tl.load(lse + head.number * pairs.n_q + row + rows.local, inside(rows), other=0.0)
+    acc = tl.zeros([RANK_TILE, BLOCK_Q], tl.float32)
+    end = tl.minimum(pairs.n_k, row + BLOCK_Q) if IS_CAUSAL else pairs.n_k
+    for first_key in range(0, end, BLOCK_K):
+        keys = span_of(first_key, pairs.n_k, BLOCK_K)
+        v = load_matrix(pairs.value, head, keys, columns).to(DOT)
+        score = masked_scores(pairs, attn_mask, key_mask, head, rows, keys, IS_CAUSAL, RANK)
+        weight = rebuilt_weights(score, row_lse)
+        grad_weight = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+        if dropout is not None:
+            grad_weight *= dropout_factor(dropout, head, rows, keys)
+        grad_score = weight * (grad_weight - shift[None, :])
+        k = load_matrix(pairs.key, head, keys, ranks).to(tl.float32)
+        acc = tl.dot(tl.trans(k), grad_score, acc, input_precision=PRECISION)
+    store_matrix(grad_query + share * RANK, tl.trans(acc * pairs.scale), rows, ranks)
+
+
+@triton.jit
+def direct_key_gradient_kernel(
+    pairs,
+    attn_mask,
+    key_mask,
+    dropout,
+    served,
+    grad_out,
+    lse,  # [heads, n_q] fp64
+    delta,  # [column blocks, heads, n_q] fp32
+    grad_key,  # [column blocks, heads, n_k, RANK] fp32, written
+    grad_value,  # [heads, n_k, dv], written
+    IS_CAUSAL: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head, first_key, columns = program_of(pairs, pairs.n_k, BLOCK_K, BLOCK_DV)
+    if served is not None:
+        if tl.load(served + head.number) != 0:
+            return
+    keys, ranks = span_of(first_key, pairs.n_k, BLOCK_K), span_of(0, RANK, RANK_TILE)
+    share = tl.program_id(1).to(tl.int64) * pairs.lead.heads + head.number
+    lse += head.number * pairs.n_q
+    delta += share * pairs.n_q
+
+    v = load_matrix(pairs.value, head, keys, columns).to(DOT)
+    to_key = tl.zeros([BLOCK_K, RANK_TILE], tl.float32)
+    to_value = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+    for row in range(first_key // BLOCK_Q * BLOCK_Q if IS_CAUSAL else 0, pairs.n_q, BLOCK_Q):
+        rows = span_of(row, pairs.n_q, BLOCK_Q)
+        g = load_matrix(grad_out, head, rows, columns).to(DOT)
+        score = masked_scores(pairs, attn_mask, key_mask, head, rows, keys, IS_CAUSAL, RANK)
+        # Rows past the end have weights, but neither a gradient nor a delta.
+        weight = rebuilt_weights(score, tl.load(lse + row + rows.local, inside(rows), other=0.0))
+        shift = tl.load(delta + row + rows.local, inside(rows), other=0.0)
+        grad_weight = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+        kept = weight
+        if dropout is not None:
+            factor = dropout_factor(dropout, head, rows, keys)
+            grad_weight *= factor
+            kept *= factor
+        grad_score = weight * (grad_weight - shift[None, :])
+        to_value = tl.dot(kept.to(DOT), g, to_value, input_precision=PRECISION)
+        q = load_matrix(pairs.query, head, rows, ranks).to(tl.float32)
+        to_key = tl.dot(grad_score, q, to_key, input_precision=PRECISION)
+    store_matrix(grad_value + head.number * pairs.n_k * pairs.dv, to_value, keys, columns)
+    store_matrix(grad_key + share * pairs.n_k * RANK, to_key * pairs.scale, keys, ranks)
