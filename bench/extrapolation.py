@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from bench.cases import Case
 from bench.providers import BASELINES
 from bench.results import TOO_SLOW, Record, Records
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds for a case, extrapolated from the largest n that was measured."""
+def estimate(records: Records, record: Record) -> float | None:
+    """Seconds of a row that was too slow, extrapolated from the largest n that was measured.
 
-    seconds: float
-    from_n: int
-    growth: int
-
-
-def estimate(records: Records, record: Record) -> Estimate | None:
-    """The estimate for a row that was too slow; None for other rows, or without a shorter case."""
+    None for other rows, and if nothing shorter was measured.
+    """
     if record.row.status != TOO_SLOW:
         return None
     shorter = [
@@ -34,9 +28,7 @@ def estimate(records: Records, record: Record) -> Estimate | None:
     if not shorter:
         return None
     longest = max(shorter, key=lambda r: r.case.n)
-    growth = record.row.growth
-    seconds = longest.row.seconds * (record.case.n / longest.case.n) ** growth
-    return Estimate(seconds, longest.case.n, growth)
+    return longest.row.seconds * (record.case.n / longest.case.n) ** record.row.growth
 
 
 def best_baseline(records: Records, case: Case) -> tuple[float, bool] | None:
@@ -48,5 +40,5 @@ def best_baseline(records: Records, case: Case) -> tuple[float, bool] | None:
         if record.row.measured:
             found.append((record.row.seconds, False))
         elif guess := estimate(records, record):
-            found.append((guess.seconds, True))
+            found.append((guess, True))
     return min(found) if found else None

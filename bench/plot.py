@@ -270,7 +270,7 @@ def _cell(records: Records, record: Record | None) -> str:
         return ""
     if not record.row.measured:
         guess = report.estimate(records, record)
-        return f"~{report.seconds(guess.seconds)}" if guess else "-"
+        return f"~{report.seconds(guess)}" if guess else "-"
     ratio = report.speedup(records, record)
     ratio = {"": "", "-": " (inaccurate)"}.get(ratio, f" ({ratio})")
     return report.seconds(record.row.seconds) + ratio

@@ -77,8 +77,6 @@ def table() -> dict[str, Provider]:
         Provider("sdpa padded", attention, exact, 2, _sdpa_padded, _nothing_to_pad),
         Provider("flex compiled", attention, exact, 2, _flex, _flex_why_not, compiles=True),
         Provider("pykeops", attention, exact, 2, _pykeops, _pykeops_why_not, compiles=True),
-        Provider("flash-attn", attention, exact, 2, _flash_attn, partial(_gpu_half, "flash_attn")),
-        Provider("xformers", attention, exact, 2, _xformers, partial(_gpu_half, "xformers")),
         Provider("nystrom", attention, approximate, 1, _nystrom, _nystrom_why_not),
         Provider("performer", attention, approximate, 1, _performer, _performer_why_not),
         *_boltzattn_attention(),
@@ -222,45 +220,6 @@ def _pykeops_why_not(case: Case) -> Reason:
     if case.causal:
         return "has no causal mask"
     return None if case.dtype in ("float32", "float64") else f"softmax has no {case.dtype}"
-
-
-def _gpu_half(package: str, case: Case) -> Reason:
-    """flash-attn and xformers; never run so far, for lack of a GPU."""
-    if find_spec(package) is None:
-        return f"{package} is not installed"
-    if case.device != "cuda":
-        return "has no CPU operator"
-    if package == "flash_attn" and case.dtype not in ("bfloat16", "float16"):
-        return f"has no {case.dtype}"
-    return _nothing_to_pad(case)
-
-
-def _heads_inside(problem: AttentionProblem, function: Callable[..., Tensor]) -> Bound:
-    """Both packages take `[batch, n, heads, width]` with equal widths."""
-    missing = (0, problem.case.dv - problem.case.rank)
-
-    def padded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (F.pad(query, missing), F.pad(key, missing), value))
-        return function(q, k, v).transpose(1, 2)
-
-    return _of_qkv(problem, padded)
-
-
-def _flash_attn(problem: AttentionProblem) -> Bound:
-    from flash_attn import flash_attn_func
-
-    return _heads_inside(
-        problem, partial(flash_attn_func, softmax_scale=problem.scale, causal=problem.case.causal)
-    )
-
-
-def _xformers(problem: AttentionProblem) -> Bound:
-    from xformers.ops import LowerTriangularMask, memory_efficient_attention
-
-    mask = LowerTriangularMask() if problem.case.causal else None
-    return _heads_inside(
-        problem, partial(memory_efficient_attention, attn_bias=mask, scale=problem.scale)
-    )
 
 
 def _nystrom(problem: AttentionProblem) -> Bound:

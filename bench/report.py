@@ -36,9 +36,7 @@ def table(records: Records) -> str:
         lines = [_cells(records, r) for r in sorted(section, key=lambda r: r.case.n) if _shown(r)]
         if lines:
             blocks.append(_title(section[0].case) + "\n" + aligned(HEADINGS, lines))
-        if missing := _not_measured(section):
-            blocks.append(missing)
-    return "\n\n".join([*blocks, LEGEND])
+    return "\n\n".join([*blocks, *_not_measured(records), LEGEND])
 
 
 def target_table(records: Records, judge: bool = True) -> str:
@@ -122,7 +120,7 @@ def _cells(records: Records, record: Record) -> tuple[str, ...]:
     row, n = record.row, f"{record.case.n:,}"
     if not row.measured:
         guess = estimate(records, record)
-        return (n, row.provider, f"~{seconds(guess.seconds)}" if guess else "too slow", *[""] * 7)
+        return (n, row.provider, f"~{seconds(guess)}" if guess else "too slow", *[""] * 7)
     return (
         n,
         row.provider,
@@ -156,15 +154,19 @@ def _title(case: Case) -> str:
     return "== " + " ".join(words) + " =="
 
 
-def _not_measured(section: Records) -> str:
+def _not_measured(records: Records) -> list[str]:
     """`naive: does not fit into memory (n = 65,536)`, a line for each provider and reason."""
-    where: dict[tuple[str, str], list[int]] = defaultdict(list)
-    everywhere = {r.case.n for r in section}
-    for record in section:
+    where: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for record in records:
         if not record.row.measured:
-            where[record.row.provider, record.row.reason].append(record.case.n)
+            where[record.row.provider, record.row.reason].add(record.case.n)
     lines = []
     for (provider, reason), lengths in where.items():
-        at = "" if set(lengths) == everywhere else f" (n = {', '.join(f'{n:,}' for n in lengths)})"
+        everywhere = {r.case.n for r in records if r.row.provider == provider}
+        at = (
+            ""
+            if lengths == everywhere
+            else f" (n = {', '.join(f'{n:,}' for n in sorted(lengths))})"
+        )
         lines.append(f"  {provider}: {reason}{at}")
-    return "not measured\n" + "\n".join(lines) if lines else ""
+    return ["\n".join(["not measured", *lines])] if lines else []
