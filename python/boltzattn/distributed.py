@@ -112,8 +112,7 @@ def attention(
         )
     problem = call.problem
     results = _Moments.apply(problem.query, problem.key, problem.value, exchanged, shared)
-    out, lse = call.reshape(Saved(*results))
-    return (out, lse) if return_lse else out
+    return (call.out(results), call.lse(results)) if return_lse else call.out(results)
 
 
 def explain(
@@ -177,9 +176,13 @@ def explain(
     )
 
 
-def _check_call(exchange: str) -> None:
+def check_exchange(exchange: str) -> None:
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be 'moments' or 'gather', got {exchange!r}")
+
+
+def _check_call(exchange: str) -> None:
+    check_exchange(exchange)
     if not dist.is_initialized():
         raise ValueError(
             "group must exist before the call: torch.distributed is not initialised; call "
@@ -313,7 +316,12 @@ def _exchange(
     """A validated call of "moments", and this process's side of it."""
     options = {"scale": scale, "enable_gqa": enable_gqa, "key_padding_mask": key_padding_mask}
     call = validate(query, key, value, backend=backend, **options)  # type: ignore[arg-type]
-    problem, (_, backend) = call.problem, call.choice
+    problem, backend = call.problem, call.choice.backend
+    if call.choice.method == "direct":
+        raise ValueError(
+            "method must be 'transform' for exchange='moments', got 'direct' by use_method; use "
+            "exchange='gather'"
+        )
     if problem.query.shape[-1] != 1:
         raise ValueError(
             f"query must have rank 1 for exchange='moments', got rank {problem.query.shape[-1]}; "

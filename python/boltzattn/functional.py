@@ -11,11 +11,11 @@ from torch import Tensor
 
 from boltzattn.dispatch import plan
 from boltzattn.dispatch.preference import preferred
-from boltzattn.dispatch.torch_modes import autocast_dtype, functorch_active
+from boltzattn.dispatch.torch_modes import autocast_dtype, forward_mode_active, functorch_active
 from boltzattn.ops.attention import attend
 from boltzattn.ops.layer import layer, project
 from boltzattn.ops.varlen import varlen
-from boltzattn.problem import Choice, LayerProblem, Problem, Saved
+from boltzattn.problem import Choice, LayerProblem, Problem, default_scale
 from boltzattn.validation import (
     check_layer,
     check_scale,
@@ -120,10 +120,7 @@ def attention(
         backend,
     )
     results = attend(call.problem, call.choice)
-    if not return_lse and len(call.lead) + 2 == results[0].ndim:
-        return results[0]
-    out, lse = call.reshape(Saved(*results))
-    return (out, lse) if return_lse else out
+    return (call.out(results), call.lse(results)) if return_lse else call.out(results)
 
 
 def attention_varlen(
@@ -177,9 +174,8 @@ def attention_varlen(
         backend=backend,
     )
     results = varlen(*call.problem, cu_seqlens_q, cu_seqlens_k, *call.choice)
-    out, lse = call.reshape(Saved(*results))
-    out = out.transpose(0, 1)
-    return (out, lse) if return_lse else out
+    out = call.out(results).transpose(0, 1)
+    return (out, call.lse(results)) if return_lse else out
 
 
 def self_attention(
@@ -217,7 +213,7 @@ def self_attention(
         `[..., n, d_out]`, or `[..., n, num_heads * dv]` without `w_o`.
 
     Heads of rank 1 that the transform serves are projected at its nodes where that is cheaper:
-    `w_v` and `w_o` then never meet the n tokens, and the layer costs less than one `nn.Linear`.
+    `w_v` and `w_o` then never meet the n tokens.
 
     Example:
         >>> x, w = torch.randn(2, 100, 16), torch.randn(4, 16)
@@ -290,7 +286,8 @@ def attend_layer(
         key_mask = None
         if key_padding_mask is not None:
             key_mask = expand_key_padding_mask(key_padding_mask, query, key.shape[:-1])
-        numbers = rank**-0.5 if scale is None else float(scale), 0.0, bool(is_causal)
+        scale = default_scale(rank) if scale is None else float(scale)
+        numbers = scale, 0.0, bool(is_causal)
         out = attend(Problem(query, key, value, None, key_mask, None, *numbers), choice)[0]
     else:
         method, backend = choice
@@ -319,7 +316,9 @@ def _projects_at_nodes(x: Tensor, weights: Projections, num_heads: int, choice: 
     d_out = dv if weights.w_o is None else weights.w_o.shape[0]
     batch = math.prod(lead)
     # Sizes may be symbolic; an empty layer is no case for the transform.
-    if not (type(n) is int and type(batch) is int and n > 0 and batch > 0) or functorch_active():
+    if not (type(n) is int and type(batch) is int and n > 0 and batch > 0):
+        return False
+    if functorch_active() or forward_mode_active():  # no tangents through the operator `layer`
         return False
     shape = (batch, num_heads, n, d, dv, d_out, weights.w_o is not None)
     return plan.projects_at_nodes(x.device.type, x.dtype, *shape, *choice)
@@ -364,7 +363,7 @@ def _attend_at_nodes(
         out_bias=b_o,
         key_mask=key_mask,
         extents=extents,
-        scale=1.0 if scale is None else float(scale),
+        scale=default_scale(1) if scale is None else float(scale),
     )
     out = layer(*problem, *choice)
     return out.reshape(*lead, n, out.shape[-1])

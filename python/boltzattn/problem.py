@@ -33,6 +33,11 @@ class Problem(NamedTuple):
     dropout_p: float
     is_causal: bool
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What is differentiated: query, key and value."""
+        return self.query, self.key, self.value
+
     def head(self, index: tuple[int, ...]) -> Problem:
         """The problem of one head, without leading dimensions."""
         return Problem._make(x[index] if isinstance(x, Tensor) else x for x in self)
@@ -166,6 +171,10 @@ def unflatten(fields: Sequence[Any], *kinds: Any) -> list[Any]:
     """The tuples of these kinds whose fields are listed one after the other."""
     rest = iter(fields)
     return [kind._make(islice(rest, len(kind._fields))) for kind in kinds]
+
+
+def default_scale(rank: int) -> float:
+    return rank**-0.5
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

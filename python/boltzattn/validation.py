@@ -10,7 +10,7 @@ from torch import Tensor
 
 from boltzattn.dispatch.preference import preferred
 from boltzattn.dispatch.torch_modes import autocast_dtype
-from boltzattn.problem import DTYPES, Choice, Problem, Saved, accumulate_dtype
+from boltzattn.problem import DTYPES, Choice, Problem, Saved, accumulate_dtype, default_scale
 
 
 def shape_of(x: Tensor) -> str:
@@ -30,13 +30,17 @@ class Call(NamedTuple):
     # no key is repeated in memory.
     lead: tuple[int, ...]
 
-    def reshape(self, results: Saved) -> Saved:
-        """The results in the shape and with the dtype of lse that users get."""
-        out, lse = results
-        lse = lse.to(accumulate_dtype(out.dtype))
+    def out(self, results: Saved) -> Tensor:
+        """The output in the shape that users get."""
+        out = results[0]
         if len(self.lead) + 2 == out.ndim:
-            return Saved(out, lse)
-        return Saved(out.reshape(*self.lead, *out.shape[-2:]), lse.reshape(*self.lead, -1))
+            return out
+        return out.reshape(*self.lead, *out.shape[-2:])
+
+    def lse(self, results: Saved) -> Tensor:
+        """The same of lse, in the precision of sums."""
+        lse = results[1].to(accumulate_dtype(results[0].dtype))
+        return lse.reshape(*self.lead, lse.shape[-1])
 
 
 def validate(
@@ -55,11 +59,11 @@ def validate(
     """Check the arguments of a call and make a problem of them."""
     check_tensors(query, key, value)
     choice = preferred(method, backend)
+    check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
     check_scale(scale)
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
+    scale = default_scale(query.shape[-1]) if scale is None else scale
     if is_causal and attn_mask is not None:
         raise ValueError(
             "attn_mask must be None when is_causal is set (as in SDPA); "
@@ -125,14 +129,23 @@ def validate_varlen(
             f"{len(cu_seqlens_q)}, got {len(cu_seqlens_k)}"
         )
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if isinstance(x, Tensor) and x.ndim != 3:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {kind_of(x)}")
+        if x.ndim != 3:
             raise ValueError(f"{name} must be [total, heads, width], got {shape_of(x)}")
     return validate(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), **options)
 
 
 def check_scale(scale: float | None) -> None:
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale}")
+    if scale is not None:
+        check_number("scale", scale)
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be a finite number, got {scale}")
+
+
+def check_number(name: str, x: object) -> None:
+    if not isinstance(x, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name} must be a number, got {kind_of(x)}")
 
 
 def check_layer(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -30,6 +31,11 @@ def functorch_active() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def forward_mode_active() -> bool:
+    """Whether tensors may carry tangents: within `torch.func.jvp` or a forward_ad.dual_level."""
+    return forward_ad._current_level >= 0
 
 
 def may_bypass_dispatcher(arguments: tuple[Any, ...]) -> bool:

@@ -16,8 +16,9 @@ from boltzattn.dispatch.torch_modes import without_autocast
 from boltzattn.functional import Projections, attend_layer, attention, attention_varlen
 from boltzattn.nn.approximation import Approximation, truncate
 from boltzattn.nn.inputs import check_inputs, check_jagged, check_mask, jagged
-from boltzattn.problem import Problem, accumulate_dtype
+from boltzattn.problem import Problem, accumulate_dtype, default_scale
 from boltzattn.reference.direct import scores, weights
+from boltzattn.validation import check_scale
 
 
 class _DeclineFastPath:
@@ -127,8 +128,8 @@ class LowRankAttention(nn.Module):
             ("vdim", vdim),
             ("head_dim", head_dim),
         ):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+            if size is not None and not (isinstance(size, int) and size >= 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(
                 f"num_heads must divide embed_dim when head_dim is not given, got embed_dim "
@@ -141,8 +142,8 @@ class LowRankAttention(nn.Module):
                     "to key and value before the call instead"
                 )
         preferred(method, backend)  # checks the names
-        if scale is not None and not math.isfinite(scale):
-            raise ValueError(f"scale must be a finite number, got {scale}")
+        check_scale(scale)
+        distributed.check_exchange(exchange)
         for name, p in (("dropout", dropout), ("output_dropout", output_dropout)):
             if not 0.0 <= p <= 1.0:
                 raise ValueError(f"{name} must be between 0 and 1, got {p}")
@@ -340,7 +341,9 @@ class LowRankAttention(nn.Module):
         is_self = query is key and key is value
         if is_self and isinstance(query, Tensor) and not query.is_nested:
             # The common call, checked and computed with as little Python as possible.
+            weight = self.v_proj_weight
             fits = query.ndim in (2, 3) and query.shape[-1] == self.embed_dim
+            fits = fits and query.dtype == weight.dtype and query.device == weight.device
         else:
             fits = False
             if jagged(query, key, value):
@@ -352,7 +355,7 @@ class LowRankAttention(nn.Module):
                 return self._forward_jagged(query, key, value, is_causal), None
         if not fits:
             widths = self.embed_dim, self.kdim, self.vdim
-            check_inputs(query, key, value, widths, self.batch_first)
+            check_inputs(query, key, value, widths, self.batch_first, self.v_proj_weight)
         turned = query.ndim == 3 and not self.batch_first
         if turned:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -506,7 +509,7 @@ class LowRankAttention(nn.Module):
     ) -> Tensor:
         """The attention weights themselves, `[..., heads, n_q, n_k]`, after dropout."""
         work = accumulate_dtype(q.dtype)
-        scale = self.rank**-0.5 if self.scale is None else self.scale
+        scale = default_scale(self.rank) if self.scale is None else self.scale
         key_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(-2)
         with without_autocast(q.device.type):
             problem = Problem(q, k, k, attn_mask, key_mask, None, scale, 0.0, is_causal)

@@ -7,11 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boltzattn.dispatch.torch_modes import autocast_dtype
+
 
 def check_inputs(
-    query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, int, int], batch_first: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    widths: tuple[int, int, int],
+    batch_first: bool,
+    weight: Tensor,
 ) -> None:
-    """Raise unless the three tensors fit each other and the widths (embed_dim, kdim, vdim)."""
+    """Raise unless the three fit each other, the widths (embed_dim, kdim, vdim) and the weight."""
+    autocast = autocast_dtype(weight.device.type) is not None
     layout = "[batch, n, width]" if batch_first else "[n, batch, width]"
     for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
         if not isinstance(x, Tensor):
@@ -22,6 +30,16 @@ def check_inputs(
                 "with jagged layout; convert all three to the jagged layout, or pad them and pass "
                 "key_padding_mask. nn.TransformerEncoder makes strided nested tensors in eval mode "
                 "if its first layer is a standard one: set encoder.use_nested_tensor = False"
+            )
+        if x.dtype != weight.dtype and not (autocast and x.is_floating_point()):
+            raise TypeError(
+                f"{name} must have the dtype of the layer, {weight.dtype}, got {x.dtype}; convert "
+                f"it with {name}.to({weight.dtype}) or the layer with layer.to({x.dtype})"
+            )
+        if x.device != weight.device:
+            raise ValueError(
+                f"{name} must be on the device of the layer, {weight.device}, got {x.device}; "
+                f"move it with {name}.to({str(weight.device)!r})"
             )
         if x.ndim not in (2, 3) or x.shape[-1] != width:
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boltzattn.dispatch.torch_modes import may_bypass_dispatcher
+from boltzattn.dispatch.torch_modes import forward_mode_active, may_bypass_dispatcher
 from boltzattn.problem import TENSOR_FIELDS, OutputGradients, Saved
 
 library = torch.library.Library("boltzattn", "FRAGMENT")
@@ -33,17 +33,26 @@ class Operator:
         self.kernel = kernel
         self.function: Any = None
         self.eager_function: Any = None
+        self.forward_mode_function: Any = None
         library.define(schema)
         library.impl(self.name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"boltzattn::{self.name}", fake, lib=library)
         self.overload = getattr(torch.ops.boltzattn, self.name).default
 
-    def differentiate_by(self, function: type[torch.autograd.Function]) -> None:
-        """Make the operator differentiable; its arguments are those of `function.apply`."""
+    def differentiate_by(
+        self, function: type[torch.autograd.Function], jvp: Callable | None = None
+    ) -> None:
+        """Make the operator differentiable; its arguments are those of `function.apply`.
+
+        `jvp` computes tangents in forward mode; without it forward mode raises.
+        """
         self.function = function
         self.eager_function = _without_setup_context(function, self.kernel)
+        self.forward_mode_function = with_jvp(function, jvp) if jvp else function
 
         def autograd_kernel(*arguments: Any) -> Any:
+            if forward_mode_active():
+                return self.forward_mode_function.apply(*arguments)
             if needs_gradient(arguments):
                 return self.function.apply(*arguments)
             with torch._C._AutoDispatchBelowAutograd():
@@ -60,6 +69,8 @@ class Operator:
         torch.library.register_vmap(f"boltzattn::{self.name}", rule, lib=library)
 
     def __call__(self, *arguments: Any) -> Any:
+        if forward_mode_active():
+            return self.forward_mode_function.apply(*arguments)
         if not needs_gradient(arguments):
             return self.run(*arguments)
         if may_bypass_dispatcher(arguments):
@@ -72,6 +83,11 @@ class Operator:
             with torch._C._AutoDispatchBelowAutograd():
                 return self.kernel(*arguments)
         return self.overload(*arguments)
+
+
+def with_jvp(function: type[torch.autograd.Function], jvp: Callable) -> Any:
+    """The same Function for forward mode: torch.compile rejects every Function that has a jvp."""
+    return type(function.__name__, (function,), {"jvp": staticmethod(jvp)})
 
 
 def _without_setup_context(function: Any, kernel: Callable) -> type[torch.autograd.Function]:
@@ -133,6 +149,7 @@ def save(ctx: Any, *tuples: Any) -> None:
         tensors += one[:count]
         kinds_and_numbers.append((type(one), one[count:]))
     ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
 
 

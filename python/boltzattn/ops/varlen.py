@@ -17,8 +17,8 @@ from torch import Tensor
 from boltzattn.dispatch import backends, plan
 from boltzattn.dispatch.backends import Request
 from boltzattn.dispatch.torch_modes import without_autocast
-from boltzattn.ops.attention import attention_backward
-from boltzattn.ops.operator import Operator, output_gradients, save, saved
+from boltzattn.ops.attention import attention_backward, tangent
+from boltzattn.ops.operator import Operator, materialize, output_gradients, save, saved
 from boltzattn.problem import (
     Choice,
     Gradients,
@@ -34,8 +34,11 @@ from boltzattn.problem import (
 
 def _bounds(name: str, starts: Tensor, total: int) -> list[int]:
     bounds = starts.tolist()
-    if bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in itertools.pairwise(bounds)):
-        shown = str(bounds) if len(bounds) <= 8 else f"[{bounds[0]}, ..., {bounds[-1]}]"
+    falls = next((i for i, (a, b) in enumerate(itertools.pairwise(bounds)) if a > b), None)
+    if falls is not None or bounds[0] != 0 or bounds[-1] != total:
+        shown = f"{bounds[0]} at first and {bounds[-1]} at last"
+        if falls is not None:
+            shown = f"{bounds[falls]} followed by {bounds[falls + 1]} at index {falls + 1}"
         raise ValueError(f"{name} must rise from 0 to the number of rows, {total}, got {shown}")
     return bounds
 
@@ -144,8 +147,7 @@ def _forward_fake(*arguments: Any) -> Saved:
 
 def _backward_fake(*arguments: Any) -> Gradients:
     *_, problem, _, _ = unflatten(arguments, OutputGradients, Saved, Problem, Starts, Choice)
-    inputs = problem.query, problem.key, problem.value
-    return Gradients(*(_rows_first(x, x.shape[-1]) for x in inputs))
+    return Gradients(*(_rows_first(x, x.shape[-1]) for x in problem.inputs))
 
 
 varlen = Operator(
@@ -188,6 +190,17 @@ class VarlenAttention(torch.autograd.Function):
         return *found, *(None,) * (arguments - len(found))
 
 
+def _varlen_jvp(ctx: Any, *tangents: Any) -> Saved:
+    results, problem, starts, choice = saved(ctx)
+    moves = materialize(tangents[:3], problem.inputs)
+    found = Saved(*(x.new_zeros(x.shape) for x in results))
+    for q, k in Sequences(problem, starts, choice).rows:
+        cut = tuple(move[..., rows, :] for move, rows in zip(moves, (q, k, k), strict=True))
+        one = tangent(results.rows(q), problem.rows(q, k), choice, cut)
+        found.out[..., q, :], found.lse[..., q] = one
+    return found
+
+
 def _differentiable_backward(
     grads: OutputGradients, results: Saved, problem: Problem, starts: Starts, choice: Choice
 ) -> list[Tensor]:
@@ -196,8 +209,8 @@ def _differentiable_backward(
         for q, k in Sequences(problem, starts, choice).rows
     ]
     if not parts:
-        return [torch.zeros_like(x) for x in (problem.query, problem.key, problem.value)]
+        return [torch.zeros_like(x) for x in problem.inputs]
     return [torch.cat(of_one, -2) for of_one in zip(*parts, strict=True)]
 
 
-varlen.differentiate_by(VarlenAttention)
+varlen.differentiate_by(VarlenAttention, _varlen_jvp)
