@@ -174,7 +174,7 @@ void describe(View& view, const Problem& p, Call& call) {
   call.scale = p.scale;
   call.dropout_p = p.dropout_p;
   call.is_causal = p.is_causal;
-  STD_TORCH_CHECK(call.rank > 0, "boltzattn: query must have rank at least 1");
+  STD_TORCH_CHECK(call.rank > 0 && call.dv > 0, "boltzattn: rank and dv must be at least 1");
   STD_TORCH_CHECK(p.dropout_p >= 0 && p.dropout_p <= 1 && (p.dropout_p == 0 || p.seed),
                   "boltzattn: dropout_p must be from 0 to 1, with a seed if it is not 0, got ",
                   p.dropout_p);

@@ -54,6 +54,13 @@ struct Kernels {
 
 extern const Kernels kAvx512, kAvx2, kPortable;
 
+// Those that are compiled for this architecture, best first.
+constexpr const Kernels* kTables[] = {
+#ifdef __x86_64__
+    &kAvx512, &kAvx2,
+#endif
+    &kPortable};
+
 // The best supported table, unless a test has forced another by name.
 const Kernels& kernels();
 const char* force_isa(const char* name);  // nullptr: back to the best; returns an error or nullptr

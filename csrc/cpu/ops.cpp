@@ -237,6 +237,7 @@ Layer describe_layer(Views& view, BOLTZATTN_LAYER_PARAMETERS, Attention& call) {
   call.scale = scale;
   layer.columns = size_from_last("weight", weight, 0);
   layer.summed = query.size(1);
+  STD_TORCH_CHECK(call.dv > 0 && layer.columns > 0, "boltzattn: weight must not be empty");
   call.query = view("query", query, call.n_q, 1);
   call.key = view("key", key, call.n_k, 1);
   call.value = view("value", value, call.n_k, layer.columns, Holds::kNumbers, kBatch);
