@@ -1,4 +1,4 @@
-// Launcher of the direct method, backward. A file of its own: half the time of the compiler.
+// Launcher of the direct method, backward. A separate file, to compile in parallel.
 #include "cuda/direct_backward.cuh"
 
 #include "cuda/dispatch.cuh"

@@ -1,4 +1,4 @@
-// What launchers share: kernels chosen by dtype, and a launch that is checked.
+// Helpers of the launchers: kernels by dtype and width, and launches with error checks.
 #pragma once
 
 #include "cuda/direct.cuh"

@@ -11,14 +11,14 @@
 namespace boltzattn::cuda {
 namespace {
 
-// Panels there is room for: enough for every product of a query and a key that the transform
-// accepts, but no more query nodes than half the queries. Heads that need more go to `direct`.
+// The largest numbers of panels: enough for every B that the transform accepts, but with at most
+// half as many query nodes as queries. Heads that need more go to `direct`.
 void set_capacities(Work& work) {
   const Call& call = work.g.call;
   const Range widest{-kLargestProduct, kLargestProduct, 0, 1, call.n_k > 1 ? call.n_k : 1};
   const Layout layout = make_layout(widest, int(work.nodes), int(work.nodes), work.precision);
   const int64_t half = (call.n_q > 2048 ? call.n_q / 2 : 1024) / work.nodes;
-  // One more than needed: the last bits of the host's mathematics are not the device's.
+  // One more than needed, because host and device differ in the last bits.
   work.side[0].panels = least(layout.query.panels + 1, least(half, kMostPanels));
   work.side[1].panels = least(layout.key.panels + 1, kMostPanels);
 }
@@ -48,7 +48,7 @@ Work plan(const Gradient& g) {
   return work;
 }
 
-// Walks through the pieces of the workspace: notes their sizes, or hands out their addresses.
+// Visits the pieces of the workspace: stores their sizes, or assigns their addresses.
 struct Pieces {
   void* const* address;
   int64_t* bytes;
@@ -176,7 +176,7 @@ cudaError_t transform_backward(const Gradient& g, void* const* pieces, cudaStrea
   Stages stages{{work, stream}};
   const Call& call = work.g.call;
   if (call.key_mask.data) {
-    // Masked keys are on no panel, so nobody would write their gradients.
+    // Masked keys are on no panel, so no kernel writes their gradients.
     const int64_t rows = call.heads * call.n_k, element = element_bytes(call.query.dtype);
     if (rows > 0) {
       stages.error = cudaMemsetAsync(g.grad_key.data, 0, rows * element, stream);
