@@ -30,7 +30,7 @@ PYBIND11_MODULE(_C, m) {
       "supported_isas",
       [] {
         py::list names;
-        for (const auto* table : {&boltzattn::kAvx512, &boltzattn::kAvx2, &boltzattn::kPortable})
+        for (const auto* table : boltzattn::kTables)
           if (table->supported()) names.append(table->name);
         return names;
       },

@@ -1,6 +1,6 @@
-// The tensors of an operator, by torch's stable ABI. Every operator of every backend describes them
-// to its kernels here, and only what has the expected dtype, device and shape is described: nothing
-// is read or written before that.
+// The tensors of an operator, by torch's stable ABI. All operators of all backends describe their
+// tensors to the kernels through this file, which checks dtype, device and shape first. No kernel
+// reads or writes a tensor that has not been checked.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -38,7 +38,7 @@ inline DType dtype_of(const Tensor& x) {
     case ScalarType::Half:
       return DType::kFloat16;
     default:
-      return DType::kBool;  // opaque to the readers of numbers
+      return DType::kBool;  // not read as numbers
   }
 }
 inline bool is_floating(const Tensor& x) {
@@ -56,16 +56,16 @@ inline std::string text_of(const std::vector<int64_t>& shape) {
   return text.str();
 }
 
-// Size of a dimension, counted from the last.
+// Size of a dimension, counted from the last one.
 inline int64_t size_from_last(const char* name, const Tensor& x, int64_t back) {
   STD_TORCH_CHECK(x.dim() > back, "boltzattn: ", name, " has only ", x.dim(), " dimensions");
   return x.size(x.dim() - 1 - back);
 }
 
 // What a tensor must hold.
-enum class Holds { kNumbers, kMask, kFloat64, kInt64, kBool };  // kNumbers: of the dtype of all
+enum class Holds { kNumbers, kMask, kFloat64, kInt64, kBool };  // kNumbers: same dtype as the first
 constexpr int64_t kNone = -1;                                   // no such dimension
-constexpr unsigned kAll = ~0u;
+constexpr uint64_t kAll = ~uint64_t(0);
 
 constexpr int64_t kExtentSize = sizeof(Extent) / sizeof(double);
 
@@ -74,8 +74,8 @@ struct Strides {
   int64_t row = 0, column = 0;
 };
 
-// The tensors of one call, all with the dtype, the device and the leading dimensions of the first,
-// of which the last two do not lead.
+// The tensors of one call. All have the device and the leading dimensions of the first tensor,
+// which are all its dimensions except the last two.
 class Arguments {
  public:
   Arguments(const char* name, const Tensor& first, bool cuda)
@@ -116,9 +116,10 @@ class Arguments {
         "boltzattn: ", name, " must be on the device of ", name_);
   }
 
-  // Of a tensor [*lead, rows, columns]; `across` has a bit for every leading dimension that it has.
+  // Checks a tensor [*lead, rows, columns] and returns its strides. `across` has a bit for each
+  // leading dimension that the tensor has.
   Strides strides(const char* name, const Tensor& x, int64_t rows, int64_t columns, Holds holds,
-                  unsigned across) const {
+                  uint64_t across) const {
     std::vector<int64_t> shape;
     shape.reserve(lead_.size() + 2);
     for (size_t k = 0; k < lead_.size(); ++k)
@@ -144,7 +145,7 @@ class Arguments {
     return static_cast<T*>(x.data_ptr());
   }
 
-  // New tensors on the device of all. `result` has the leading dimensions.
+  // New tensors on the same device. `result` has the leading dimensions.
   Tensor result(std::initializer_list<int64_t> inner, std::optional<ScalarType> dtype = {}) const {
     std::vector<int64_t> shape = lead_;
     shape.insert(shape.end(), inner);
@@ -162,8 +163,8 @@ class Arguments {
   int64_t heads_ = 1;
 };
 
-// The inputs of a call. `view(name, tensor, rows, columns, what it holds)` makes a backend's own
-// description of a tensor, or of none.
+// Describes the inputs of a call. `view(name, tensor, rows, columns, holds)` checks a tensor and
+// returns the backend's description of it.
 template <class View, class Call>
 void describe(View& view, const Problem& p, Call& call) {
   call.heads = view.heads();
@@ -174,7 +175,7 @@ void describe(View& view, const Problem& p, Call& call) {
   call.scale = p.scale;
   call.dropout_p = p.dropout_p;
   call.is_causal = p.is_causal;
-  STD_TORCH_CHECK(call.rank > 0, "boltzattn: query must have rank at least 1");
+  STD_TORCH_CHECK(call.rank > 0 && call.dv > 0, "boltzattn: rank and dv must be at least 1");
   STD_TORCH_CHECK(p.dropout_p >= 0 && p.dropout_p <= 1 && (p.dropout_p == 0 || p.seed),
                   "boltzattn: dropout_p must be from 0 to 1, with a seed if it is not 0, got ",
                   p.dropout_p);
@@ -186,7 +187,7 @@ void describe(View& view, const Problem& p, Call& call) {
   if (p.dropout_p > 0) call.seed = view("seed", p.seed, kNone, kNone, Holds::kInt64);
 }
 
-// What backward starts from, and the gradients it returns.
+// Describes the gradients that backward starts from and those it returns.
 template <class View, class Gradient>
 void describe_gradients(View& view, const Tensor& grad_out, const OptionalTensor& grad_lse,
                         const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value,
@@ -199,7 +200,8 @@ void describe_gradients(View& view, const Tensor& grad_out, const OptionalTensor
   g.grad_value = view("grad_value", grad_value, call.n_k, call.dv);
 }
 
-// A projection, but for its results. x: [batch, n, d]; weight: [outputs, d]; bias: [outputs].
+// Describes a projection without its results. x: [batch, n, d]; weight: [outputs, d]; bias:
+// [outputs].
 template <class View, class Projection>
 void describe_projection(View& view, const Tensor& x, const Tensor& weight,
                          const OptionalTensor& bias, Projection& p) {
@@ -213,7 +215,7 @@ void describe_projection(View& view, const Tensor& x, const Tensor& weight,
   p.bias = view("bias", bias, kNone, p.outputs, Holds::kNumbers, 0);
 }
 
-// What the transform can compute.
+// Raises unless the transform can compute the problem.
 inline void check_transform(const Problem& p, bool is_causal = false) {
   STD_TORCH_CHECK(size_from_last("query", p.query, 0) == 1 && !p.attn_mask && p.dropout_p == 0 &&
                       p.is_causal == is_causal,

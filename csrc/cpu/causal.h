@@ -2,19 +2,19 @@
 //
 // Cut the sequence into leaves; within a leaf the direct kernel applies the mask. At every size
 // from the leaf up, the left block of a pair acts on all queries of the right block without any
-// mask: that is a problem for the transform, and its result is merged into what those queries have.
+// mask. The transform computes that, and its result is merged into the results of those queries.
 // Query i sees keys 0 .. i, so queries past the last key see all of them.
 
-constexpr int64_t kLeaf = 512;  // below, the direct kernel is faster than a transform of its own
+constexpr int64_t kLeaf = 512;  // the direct kernel is faster for shorter blocks
 
-// Lists of head offsets for calls on some rows of every head: on `count` blocks that start at
+// Head offsets of calls on some rows of each head: `count` blocks, which start at
 // start + b * stride.
 struct Cuts {
   int64_t heads, count, start, stride;
   Buffer<int64_t> offset;
   int64_t* next = offset.data;
 
-  // The tensor from `first` on in every block, `step` being its stride along tokens.
+  // Starts the tensor at token `first` of each block; `step` is its stride along tokens.
   void cut(Matrix& m, int64_t first, int64_t step) {
     if (!m) return;
     for (int64_t h = 0; h < heads; ++h)
@@ -65,7 +65,7 @@ static void causal_forward(const Attention& call) {
     pairs(0, complete, half, half);
     pairs(complete * 2 * half, 1, half, n - complete * 2 * half - half);
   }
-  if (call.n_q > n) {  // they have met no key yet
+  if (call.n_q > n) {  // these have not seen any key yet
     Blocks blocks(call, 0, 1, 0, n, call.n_q - n, 0, n, false);
     blocks.call.merge = false;
     transform_forward<T>(blocks.call);

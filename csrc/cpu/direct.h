@@ -11,8 +11,7 @@ constexpr int64_t kRowSpan = 16;    // blocks of rows whose gradients are summed
 constexpr int kLargestRank = 16;    // ranks up to this have their own score kernel
 static_assert(kRowBlock % kTileRows == 0, "a block of rows is whole tiles");
 
-// A tile of `keys` keys, at most kKeyBlock, is worked on in whole panels; what is past its keys is
-// forbidden like a masked key.
+// A tile of up to kKeyBlock keys is computed in whole panels; the padding is masked.
 template <class T>
 BOLTZATTN_INLINE int64_t width_of(int64_t keys) {
   return round_up(keys, kPanelWidth<T>);
@@ -32,8 +31,8 @@ static void read_keys(const Attention& call, int64_t h, int64_t first, int64_t k
 }
 
 // scores[rows][width] = q[rows][rank] k[rank][width], lines of both in steps of kKeyBlock and
-// `rows` rounded up to whole tiles: the rows past the end hold whatever lies in q, and nobody looks
-// at their scores.
+// `rows` rounded up to whole tiles: the rows past the end hold arbitrary numbers, and their scores
+// are not used.
 template <class T>
 using ScoreTile = void (*)(int64_t rows, int64_t width, int64_t rank, const T* q, const T* k,
                            T* scores);
@@ -66,8 +65,8 @@ static void add_bool_mask(const uint8_t* mask, int64_t stride, int64_t count, bo
     to[j] = (mask[j * stride] != 0) == allowed ? to[j] : T(-INFINITY);
 }
 
-// An additive mask in units of ln 2. The lowest finite number stays finite: a row full of it is not
-// a row that may attend to nothing.
+// An additive mask in units of ln 2. The lowest finite number stays finite, because a row that
+// contains only this number still attends to all keys.
 template <class T>
 BOLTZATTN_INLINE T scaled_bias(T x, T* clamped) {
   const T scaled = x * T(kLog2e);
@@ -83,7 +82,7 @@ struct TileMask {
   int64_t h;
   T* key_bias;                            // [kKeyBlock]
   T* row_bias;                            // [kKeyBlock]
-  T clamped = OnlineSoftmax<T>::kLowest;  // what a bias was before it was kept in range
+  T clamped = OnlineSoftmax<T>::kLowest;  // the bias before it was clamped
 
   void start_keys(int64_t first_key, int64_t keys) {
     const Matrix& m = call.key_mask;
@@ -175,11 +174,11 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
   const Panels<T> value_tile{call.dv, kKeyBlock};
   const Panels<T> sums{call.dv, row_end - first_row};
   const int64_t rows = sums.rows;
-  Scratch<Slot::kTask> scratch(int64_t(sizeof(T)) * (round_up(rows, kTileRows) * call.rank +
-                                                     kKeyBlock * (call.rank + kRowBlock + 2) +
-                                                     value_tile.size() + sums.size()) +
-                                   rows * int64_t(sizeof(OnlineSoftmax<T>)),
-                               8);
+  Scratch scratch(int64_t(sizeof(T)) * (round_up(rows, kTileRows) * call.rank +
+                                        kKeyBlock * (call.rank + kRowBlock + 2) +
+                                        value_tile.size() + sums.size()) +
+                      rows * int64_t(sizeof(OnlineSoftmax<T>)),
+                  8);
   T* q = scratch.take<T>(round_up(rows, kTileRows) * call.rank);
   T* k = scratch.take<T>(call.rank * kKeyBlock);
   T* v = scratch.take<T>(value_tile.size());
@@ -205,7 +204,8 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
       if (call.is_causal && row + here <= key) continue;
       score(here, width, call.rank, q + block * call.rank, k, scores);
       mask.apply(row, here, key, keys, scores);
-      // All maxima first: a row's weights would wait for its own, but not for its neighbour's.
+      // First all maxima, then all weights: the weights of a row depend on its own maximum only, so
+      // rows overlap.
       for (int64_t i = 0; i < here; ++i) {
         const T factor = state[block + i].raise(top_of_row(scores + i * kKeyBlock, width));
         if (factor != T(1)) sums.multiply_row(sum, block + i, factor);
@@ -229,7 +229,7 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
   sums.write(sum, rows, call.out, h, first_row);
 }
 
-// `first_head` .. `head_end` only: the transform hands over single heads it cannot serve.
+// Only heads `first_head` to `head_end`: the transform passes on single heads it cannot serve.
 template <class T>
 static void direct_forward_heads(const Attention& call, int64_t first_head, int64_t head_end) {
   const int64_t heads = head_end - first_head;

@@ -6,7 +6,8 @@
 // A task owns a range of keys and streams all queries past it, one tile of keys after another.
 // dQ alone is summed over tasks: each writes its share, and a second step adds them in order.
 
-// Sums over many rows are taken in steps: one running sum would round by its own size each time.
+// Sums over many rows are added in steps, because each addition to a running sum rounds relative to
+// the whole sum.
 template <class T>
 static void join_total(T* sum, T* total, int64_t size) {
   for (int64_t c = 0; c < size; ++c) total[c] += sum[c];
@@ -50,7 +51,7 @@ struct RowNorm {
 template <class T>
 static void row_norms(const Attention& call, int64_t h, int64_t first, int64_t rows,
                       RowNorm<T>* norms) {
-  Scratch<Slot::kTask> scratch(
+  Scratch scratch(
       int64_t(sizeof(T)) * (kRowBlock * call.rank + kKeyBlock * (call.rank + kRowBlock + 2)) +
           kRowBlock * int64_t(sizeof(OnlineSoftmax<T>)),
       6);
@@ -84,12 +85,11 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta,
   const Panels<T> by_value{call.dv, kKeyBlock};   // dV
   const Panels<T> by_key{kKeyBlock, call.dv};     // V^T
   const Panels<T> grad_tile{call.dv, kRowBlock};  // grad_out as the right factor of dV
-  Scratch<Slot::kTask> scratch(
-      int64_t(sizeof(T)) *
-          (2 * by_value.size() + by_key.size() + grad_tile.size() + kRowBlock * call.dv +
-           3 * call.rank * kKeyBlock + kRowBlock * (call.rank + 2) + 3 * kRowBlock * kKeyBlock +
-           2 * kKeyBlock),
-      16);
+  Scratch scratch(int64_t(sizeof(T)) *
+                      (2 * by_value.size() + by_key.size() + grad_tile.size() +
+                       kRowBlock * call.dv + 3 * call.rank * kKeyBlock +
+                       kRowBlock * (call.rank + 2) + 3 * kRowBlock * kKeyBlock + 2 * kKeyBlock),
+                  16);
   T* k = scratch.take<T>(call.rank * kKeyBlock);
   T* dk = scratch.take<T>(call.rank * kKeyBlock);
   T* dk_total = scratch.take<T>(call.rank * kKeyBlock);
@@ -168,7 +168,7 @@ static void direct_backward_heads(const AttentionGradient& g, int64_t first_head
                                   int64_t head_end) {
   const Attention& call = g.call;
   const int64_t n_q = call.n_q, rank = call.rank, heads = head_end - first_head;
-  // Fixed by the sizes alone, never by the threads: the order of sums must not move.
+  // Depends on the sizes only, not on the number of threads: the order of sums must stay the same.
   const int64_t parts =
       most(1, least(ceil_div(call.n_k, 4 * kKeyBlock), ceil_div(32, most(heads, 1))));
   const int64_t keys = round_up(ceil_div(call.n_k, parts), kKeyBlock);
@@ -180,13 +180,13 @@ static void direct_backward_heads(const AttentionGradient& g, int64_t first_head
   parallel(heads * delta_blocks, [&](int64_t task) {
     const int64_t h = first_head + task / delta_blocks, first = task % delta_blocks * delta_rows;
     const int64_t rows = least(delta_rows, n_q - first);
-    Scratch<Slot::kTask> scratch(int64_t(sizeof(T)) * 2 * call.dv, 2);
+    Scratch scratch(int64_t(sizeof(T)) * 2 * call.dv, 2);
     T* out = scratch.take<T>(call.dv);
     T* grad = scratch.take<T>(call.dv);
     for (int64_t i = first; i < first + rows; ++i) {
       read_block(call.out, h, i, 0, 1, call.dv, out, 0, 1);
       read_block(g.grad_out, h, i, 0, 1, call.dv, grad, 0, 1);
-      // In fp64: where one key takes all the weight, dP - delta is 0 but for roundings.
+      // In fp64: if one key takes all the weight, dP - delta is 0 except for rounding.
       double sum = 0;
       for (int64_t c = 0; c < call.dv; ++c) sum += double(out[c]) * double(grad[c]);
       double lse_gradient = 0;
@@ -212,7 +212,7 @@ static void direct_backward_heads(const AttentionGradient& g, int64_t first_head
   parallel(heads * blocks, [&](int64_t task) {
     const int64_t index = task / blocks, first = task % blocks * rows;
     const int64_t size = least(rows, n_q - first) * rank;
-    Scratch<Slot::kTask> scratch(int64_t(sizeof(T)) * size, 1);
+    Scratch scratch(int64_t(sizeof(T)) * size, 1);
     T* sum = scratch.take<T>(size);
     for (int64_t c = 0; c < size; ++c) sum[c] = 0;
     for (int64_t s = 0; s < shares; ++s) {

@@ -1,8 +1,8 @@
-// The CPU kernels are compiled once per instruction set; this table of functions is what each of
-// them offers.
+// The CPU kernels are compiled once per instruction set, and each set provides this table of
+// functions.
 //
-// isa_*.cpp include this file before they turn instructions on: nothing inline that other files
-// share may be compiled with instructions the machine might lack.
+// Each isa_*.cpp includes this file before it enables instructions: inline functions that other
+// files share must not be compiled with instructions that the machine may not have.
 #pragma once
 
 #include <cmath>
@@ -40,8 +40,8 @@ struct Kernels {
   bool (*layer_forward)(const Attention&, const Layer&);  // false: not served, results void
   bool (*layer_backward)(const AttentionGradient&, const Layer&);
   void (*project)(const Projection&);
-  // The transform in stages, for tokens that lie on several machines: see transform/stages.h. Sizes
-  // are how many numbers the moments and the query moments of all heads are.
+  // The transform in stages, for tokens on several machines: see transform/stages.h. Sizes are the
+  // numbers of elements of the moments and of the query moments of all heads.
   void (*stage_extents)(const Attention&, Extent*);  // queries and keys of every head
   void (*stage_sizes)(const Attention&, const SharedRange*, int64_t* sizes);
   void (*stage_moments)(const Attention&, const SharedRange*, const Extent*, double* moments);
@@ -54,8 +54,15 @@ struct Kernels {
 
 extern const Kernels kAvx512, kAvx2, kPortable;
 
+// The tables for this architecture, best first.
+constexpr const Kernels* kTables[] = {
+#ifdef __x86_64__
+    &kAvx512, &kAvx2,
+#endif
+    &kPortable};
+
 // The best supported table, unless a test has forced another by name.
 const Kernels& kernels();
-const char* force_isa(const char* name);  // nullptr: back to the best; returns an error or nullptr
+const char* force_isa(const char* name);  // nullptr: the best; returns an error or nullptr
 
 }  // namespace boltzattn

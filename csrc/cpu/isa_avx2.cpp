@@ -1,6 +1,6 @@
 #include "cpu/isa.h"
 
-#if defined(__x86_64__)
+#ifdef __x86_64__
 
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma,prfchw"))), apply_to = function)
@@ -18,12 +18,6 @@
 namespace boltzattn {
 const Kernels kAvx2 = avx2::table(
     "avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); });
-}  // namespace boltzattn
-
-#else
-
-namespace boltzattn {
-const Kernels kAvx2 = {"avx2", [] { return false; }};
 }  // namespace boltzattn
 
 #endif

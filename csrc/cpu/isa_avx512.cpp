@@ -1,6 +1,6 @@
 #include "cpu/isa.h"
 
-#if defined(__x86_64__)
+#ifdef __x86_64__
 
 #ifdef __clang__
 #pragma clang attribute push(                                                      \
@@ -22,12 +22,6 @@ const Kernels kAvx512 = avx512::table("avx512", [] {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 });
-}  // namespace boltzattn
-
-#else
-
-namespace boltzattn {
-const Kernels kAvx512 = {"avx512", [] { return false; }};
 }  // namespace boltzattn
 
 #endif

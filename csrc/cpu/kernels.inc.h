@@ -1,6 +1,6 @@
 // Every CPU kernel, once per instruction set: an isa_*.cpp file includes cpu/isa.h, defines
-// BOLTZATTN_ISA (a namespace), BOLTZATTN_VECTOR_BYTES and BOLTZATTN_TILE_ROWS, turns the
-// instructions on and includes this file.
+// BOLTZATTN_ISA (a namespace), BOLTZATTN_VECTOR_BYTES and BOLTZATTN_TILE_ROWS, enables
+// the instructions and includes this file.
 
 namespace boltzattn::BOLTZATTN_ISA {
 

@@ -47,7 +47,7 @@ class Views : public Arguments {
   explicit Views(const Tensor& query) : Views("query", query) {}
 
   Matrix operator()(const char* name, const OptionalTensor& x, int64_t rows, int64_t columns,
-                    Holds holds = Holds::kNumbers, unsigned across = kAll) {
+                    Holds holds = Holds::kNumbers, uint64_t across = kAll) {
     if (!x) return {};
     const Strides found = strides(name, *x, rows, columns, holds, across);
     std::vector<int64_t> offset(1, 0);
@@ -66,8 +66,8 @@ class Views : public Arguments {
   std::list<std::vector<int64_t>> kept_;
 };
 
-// A new tensor that will be written row by row. A large one is fresh memory, and most of the time
-// of a first write to small pages is the kernel's: huge pages need a five-hundredth of its faults.
+// Asks for huge pages for a new tensor. A large tensor is fresh memory, and the first write to it
+// spends most of its time in page faults; huge pages need a five-hundredth of them.
 Tensor in_huge_pages(Tensor x) {
 #ifdef __linux__
   constexpr uintptr_t kHugePage = 2 << 20;
@@ -84,7 +84,7 @@ Tensor in_huge_pages(Tensor x) {
 // Which problems an operator takes.
 enum class Takes { kAll, kTransform, kCausalTransform, kVarlen };
 
-// A problem as its kernel is told it.
+// A problem, checked and described.
 struct Described {
   Views view;
   AttentionGradient g{};
@@ -99,7 +99,7 @@ struct Described {
                     "boltzattn: varlen takes no attn_mask, no key_mask and no dropout");
   }
 
-  // The results of forward, new or saved.
+  // Describes the results of forward, new or saved.
   void set_results(const Tensor& out, const Tensor& lse) {
     call.out = view("out", out, call.n_q, call.dv);
     call.lse = view("lse", lse, call.n_q, kNone, Holds::kFloat64);
@@ -191,13 +191,15 @@ void varlen_backward(BOLTZATTN_SAVED_PARAMETERS, BOLTZATTN_PROBLEM_PARAMETERS, T
 
 // ---- layers ----
 
-// Extents that a caller has handed in: `group` rows of queries and as many of keys, and so on. They
-// must point at tokens that exist.
+// Extents that the caller passes: `group` rows of queries, then as many of keys, and so on. Raises
+// unless they point at existing tokens.
 const Extent* extents_of(const Views& view, const Attention& call, const Tensor& x,
                          const std::vector<int64_t>& shape, int64_t group) {
   const Extent* extents =
       reinterpret_cast<const Extent*>(view.dense<double>("extents", x, shape, Holds::kFloat64));
-  const auto within = [](double at, int64_t n) { return at >= 0 && at < double(n); };  // no NaN is
+  const auto within = [](double at, int64_t n) {
+    return at >= 0 && at < double(n);
+  };  // false for NaN
   for (int64_t i = 0; i < x.numel() / kExtentSize; ++i) {
     const Extent& e = extents[i];
     const int64_t n = i / group % 2 ? call.n_k : call.n_q;
@@ -224,7 +226,7 @@ std::tuple<Tensor, Tensor> project(Tensor x, Tensor weight, OptionalTensor bias)
 // A layer whose values are projected at the nodes. query, key: [batch, heads, n, 1];
 // value: [batch, n_k, d]; weight: [heads, dv, d]; weight_bias: [heads, dv]; out_bias: [dv];
 // key_mask: [batch, n_k]. The results of the heads add up: out is [batch, n_q, dv].
-constexpr unsigned kBatch = 1, kHeads = 2, kNeither = 0;
+constexpr uint64_t kBatch = 1, kHeads = 2, kNeither = 0;
 
 Layer describe_layer(Views& view, BOLTZATTN_LAYER_PARAMETERS, Attention& call) {
   STD_TORCH_CHECK(query.dim() == 4, "boltzattn: query of a layer must have 4 dimensions");
@@ -237,6 +239,7 @@ Layer describe_layer(Views& view, BOLTZATTN_LAYER_PARAMETERS, Attention& call) {
   call.scale = scale;
   layer.columns = size_from_last("weight", weight, 0);
   layer.summed = query.size(1);
+  STD_TORCH_CHECK(call.dv > 0 && layer.columns > 0, "boltzattn: weight must not be empty");
   call.query = view("query", query, call.n_q, 1);
   call.key = view("key", key, call.n_k, 1);
   call.value = view("value", value, call.n_k, layer.columns, Holds::kNumbers, kBatch);
@@ -250,7 +253,7 @@ Layer describe_layer(Views& view, BOLTZATTN_LAYER_PARAMETERS, Attention& call) {
   return layer;
 }
 
-// What is summed over heads is summed in at least fp32.
+// Sums over heads are at least fp32.
 ScalarType sum_type(const Tensor& x, int64_t summed) {
   const bool narrow = x.scalar_type() != ScalarType::Double;
   return summed > 1 && narrow ? ScalarType::Float : x.scalar_type();
@@ -288,7 +291,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, bool> layer_backward(Tensor grad_out,
 
 // ---- the transform in stages: see transform/stages.h ----
 
-// A call whose machines have agreed on ranges.
+// A call on one of several machines, which have agreed on ranges.
 struct Shared : Described {
   const SharedRange* ranges;
   int64_t sizes[2];  // of moments, of query moments
@@ -302,10 +305,10 @@ struct Shared : Described {
     kernels().stage_sizes(call, ranges, sizes);
   }
 
-  // That of a layout of a size that the transform would choose itself.
+  // Raises unless the layout is one that the transform could choose itself.
   static void check(const SharedRange& r) {
     constexpr double kMost = 1LL << 53;
-    const auto counts = [](double x) { return x >= 0 && x <= kMost; };  // no NaN does
+    const auto counts = [](double x) { return x >= 0 && x <= kMost; };  // false for NaN
     STD_TORCH_CHECK(counts(r.keys) && counts(r.n_q) && counts(r.n_k) && r.level < kLevels,
                     "boltzattn: ranges must have counts of tokens and a level below ", kLevels);
     if (r.level < 0 || r.keys == 0 || r.n_q == 0) return;
@@ -328,7 +331,7 @@ Tensor stage_extents(BOLTZATTN_PROBLEM_PARAMETERS) {
   return extents;
 }
 
-// How many numbers the moments and the query moments are.
+// The numbers of elements of the moments and of the query moments.
 std::tuple<int64_t, int64_t> stage_sizes(BOLTZATTN_PROBLEM_PARAMETERS, Tensor ranges) {
   const Shared one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
   return {one.sizes[0], one.sizes[1]};

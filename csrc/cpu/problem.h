@@ -1,4 +1,4 @@
-// What a kernel is told: sizes, and where the strided tensors lie. No torch.
+// The description of a call that a kernel receives: sizes and strided tensors. No torch.
 #pragma once
 
 #include "spec/types.h"
@@ -28,7 +28,7 @@ struct Attention {
   Matrix seed;       // [heads, 1, 1] int64
   Matrix out;        // written by forward, read by backward
   Matrix lse;        // [heads, n_q, 1], fp64, rows next to each other; none for a layer
-  bool merge;        // forward joins its results with what out and lse hold (transform only)
+  bool merge;        // merge the results with out and lse (transform only)
 };
 
 inline double* lse_of(const Attention& call, int64_t h) {
@@ -43,7 +43,7 @@ struct AttentionGradient {
 };
 
 // What a layer adds to attention: values are weight v_j + weight_bias with rows v_j of `columns`
-// numbers, and the results of `summed` consecutive heads are added up, to out_bias.
+// numbers, and the results of `summed` consecutive heads are added up, plus out_bias.
 struct Layer {
   int64_t columns, summed;
   Matrix weight;          // [heads, dv, columns]
@@ -53,17 +53,17 @@ struct Layer {
   Matrix grad_weight;     // [heads, dv, columns]; backward adds to it
 };
 
-// One of several sequences that stand end to end in the rows of the tensors of a call.
+// One of several sequences that are stored end to end in the rows of the tensors of a call.
 struct Sequence {
   int64_t query, n_q, key, n_k;  // its queries are rows [query, query + n_q); keys likewise
   bool by_transform;             // else by `direct`
 };
 
-// What machines that share a head agree on: the range of all queries and keys, and at most how many
-// of these there are. Doubles throughout, so that a tensor can hold it.
+// What the machines that share a head agree on: the range of all queries and keys, and an upper
+// bound of the number of keys. Doubles throughout, so that a tensor can hold it.
 struct SharedRange {
   double t_min, t_max, s_min, s_max, keys;
-  double n_q, n_k;  // of one machine: what the layout's cost is weighed by
+  double n_q, n_k;  // of one machine, for the cost of the layout
   double level;     // of precision; negative: not for the transform
 };
 

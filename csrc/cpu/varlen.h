@@ -1,7 +1,7 @@
 // Sequences of different lengths, end to end in the rows of one set of tensors. Included inside an
 // ISA's namespace.
 //
-// A sequence is a call of its own on some rows: nothing is padded and nothing is copied.
+// Each sequence is a separate call on some rows, without padding or copies.
 
 struct SequenceGradient {
   Cuts cuts;
@@ -19,8 +19,8 @@ struct SequenceGradient {
   }
 };
 
-// A sequence with more than its share of the work is worked on by all threads together; the others
-// are shared out whole.
+// All threads share a sequence that is more than a fair share of the work; each thread takes whole
+// sequences of the rest.
 template <class Body>
 static void for_sequences(const Sequence* sequences, int64_t count, Body body) {
   auto work = [](const Sequence& s) {
@@ -50,7 +50,7 @@ static void varlen_forward(const Attention& whole, const Sequence* sequences, in
   });
 }
 
-// Causal sequences of the transform are left out: their backward is put together by the caller.
+// Skips causal sequences that the transform serves: the caller computes their gradients.
 template <class T>
 static void varlen_backward(const AttentionGradient& whole, const Sequence* sequences,
                             int64_t count) {

@@ -44,15 +44,15 @@ template <class T>
 struct Masks {
   const Call& call;
   int64_t attn_offset = 0, key_offset = 0;
-  T clamped = OnlineSoftmax<T>::kLowest;  // what a bias was before it was kept in range
+  T clamped = OnlineSoftmax<T>::kLowest;  // the bias before it was clamped
 
   __device__ Masks(const Call& c, int64_t h) : call(c) {
     if (call.attn_mask.data) attn_offset = head_offset(call, call.attn_mask, h);
     if (call.key_mask.data) key_offset = head_offset(call, call.key_mask, h);
   }
 
-  // The lowest finite number stays finite: a row full of it is not a row that may attend to
-  // nothing.
+  // The lowest finite number stays finite, because a row that contains only this number still
+  // attends to all keys.
   __device__ __forceinline__ T scaled(double number) {
     const T x = T(number), bias = x * T(kLog2e);
     if (bias != T(-INFINITY) || x == T(-INFINITY)) return bias;
@@ -117,9 +117,9 @@ struct Vectors {
   }
 };
 
-// The logits of the thread's own token with a tile of the other side. Leaves after a barrier, so
-// whatever the caller has put into shared memory before is visible too; and whoever is past it has
-// done with the tile before, which is therefore the last that may not be overwritten yet.
+// The logits of the thread's own token with a tile of the other side. The last step is a barrier,
+// so everything that the caller has written to shared memory before is visible after it. A thread
+// past the barrier no longer needs the previous tile, which may be overwritten then.
 template <class S>
 struct Logits {
   using T = Arithmetic<S>;
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
   OnlineSoftmax<T> state;
   Sums<S, Columns> sums;
   sums.clear();
-  T pending = 1;  // what the total has yet to be multiplied by
+  T pending = 1;  // factor that the total still needs
   int turn = 0, half = 0;
 
   const int64_t end = call.is_causal ? least(call.n_k, at.first + rows) : call.n_k;
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
   load(0);
   for (int64_t key = 0; key < end; key += N) {
     if (key > 0 && key % kSpan == 0) {
-      __syncwarp();  // everyone has scaled by the factors before
+      __syncwarp();  // all lanes have used the previous factors
       factor[threadIdx.x] = pending;
       __syncwarp();
       sums.flush(totals, factor, key == kSpan, rows, at.column, call.dv);

@@ -13,8 +13,8 @@
 namespace boltzattn::cuda {
 namespace {
 
-// The stream torch works on. It lives in libtorch_cuda, which this library does not link, so that
-// it can be built under a CPU torch; whoever has CUDA tensors has loaded it.
+// The current stream of torch. It is in libtorch_cuda, which this library does not link, so that
+// it can be built with a CPU torch; a process that has CUDA tensors has loaded it.
 cudaStream_t current_stream(int32_t device) {
   using Getter = AOTITorchError (*)(int32_t, void**);
   static const Getter getter = [] {
@@ -38,7 +38,7 @@ class Views : public Arguments {
   Views(const char* name, const Tensor& first) : Arguments(name, first, true) {}
 
   Strided operator()(const char* name, const OptionalTensor& x, int64_t rows, int64_t columns,
-                     Holds holds = Holds::kNumbers, unsigned across = kAll) const {
+                     Holds holds = Holds::kNumbers, uint64_t across = kAll) const {
     Strided m{};
     if (!x) return m;
     const Strides found = strides(name, *x, rows, columns, holds, across);
@@ -68,7 +68,7 @@ void describe(const Views& view, const Problem& p, bool transform, Call& call) {
   }
 }
 
-// The results of forward, new or saved.
+// Describes the results of forward, new or saved.
 void describe_results(const Views& view, const Tensor& out, const Tensor& lse, Call& call) {
   call.out = view("out", out, call.n_q, call.dv);
   view("lse", lse, call.n_q, kNone, Holds::kFloat64);
@@ -158,7 +158,7 @@ std::tuple<Tensor, Tensor> project(Tensor x, Tensor weight, OptionalTensor bias)
   const Views view("x", x);
   Projected p{};
   describe_projection(view, x, weight, bias, p);
-  p.x.lead[0] = x.stride(0);  // also where there is one batch
+  p.x.lead[0] = x.stride(0);  // also if there is one batch
   p.chunks = project_chunks(p.n);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   Tensor out = view.result({p.outputs, p.n});

@@ -1,4 +1,5 @@
-// What a CUDA kernel is told, passed by value: sizes, and where the strided tensors lie. No torch.
+// The description of a call that a CUDA kernel receives by value: sizes and strided tensors. No
+// torch.
 #pragma once
 
 #include "spec/types.h"
@@ -27,7 +28,7 @@ struct Call {
   Strided seed;           // [heads, 1, 1] int64
   Strided out;            // written by forward, read by backward
   double* lse;            // [heads, n_q]
-  const int32_t* served;  // [heads], or null: heads that another kernel has served already
+  const int32_t* served;  // [heads] or null: heads that the transform has served
   void* totals;           // workspace, of `totals_bytes` bytes
 };
 

@@ -1,5 +1,4 @@
-// Tensor cores and asynchronous copies, as PTX that sm_80 and everything after it understands. No
-// torch.
+// Tensor cores and asynchronous copies, as PTX for sm_80 and later. No torch.
 //
 // A tensor core multiplies 16 x 16 by 16 x 8 numbers of 16 bits and adds in fp32. With
 // g = lane / 4 and t = lane % 4, a lane holds, two to a register and the lower column first:

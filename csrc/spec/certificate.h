@@ -1,5 +1,5 @@
-// How far a transform may be off: bounds of both interpolation errors, computed from the layout and
-// the data of a head. docs/transform.md derives them. Host and device; no torch.
+// The certificate of a transform: bounds of both interpolation errors, computed from the layout
+// and the data of a head. docs/transform.md derives them. Host and device; no torch.
 #pragma once
 
 #include "spec/layout.h"
@@ -8,7 +8,7 @@ namespace boltzattn {
 
 // The error of interpolating exp(t s(w)) on a key panel is at most 4 M rho^(1-q) / (rho - 1) for
 // every rho, M being its largest modulus on the Bernstein ellipse of rho. Ellipses 0 .. kEllipses
-// reach up to the height of the strip; all panels have the same ones around them.
+// reach up to the height of the strip and are the same for all panels.
 constexpr int kEllipses = 6;
 
 struct Ellipse {
@@ -42,8 +42,9 @@ BOLTZATTN_HD double panel_middle(const Axis& axis, int panel) {
   return axis.origin + axis.half * (2 * panel + 1);
 }
 
-// Logarithm of the bound for one key of a panel at t: the least of all ellipses. `reference` is
-// measured from the middle, as is how far Re s reaches up (for t < 0: down) on each of them.
+// Logarithm of the error bound for one key of a panel at t: the smallest over all ellipses.
+// `extreme` is how far Re s reaches up (down for t < 0) on each ellipse; it and `reference` are
+// measured from the middle of the keys.
 BOLTZATTN_HD double key_log_error(const double* log_factor, const double* extreme, double t,
                                   double reference) {
   double least = INFINITY;
@@ -55,7 +56,7 @@ BOLTZATTN_HD double key_log_error(const double* log_factor, const double* extrem
 }
 
 // F is analytic in the strip, so its Chebyshev coefficients on a query panel decay like rho^-k; the
-// last four set the constant. Row k of the last four, times node values: coefficient k rho^(k-p).
+// last four set the constant. A row of weights times the node values is coefficient k rho^(k-p).
 constexpr int kLastCoefficients = 4;
 BOLTZATTN_HD double decay_weight(const Layout& layout, int row, int i) {
   const int p = layout.query.nodes, k = p - kLastCoefficients + row;

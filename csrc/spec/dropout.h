@@ -1,5 +1,5 @@
-// Which attention weights survive dropout: a hash of (seed of the head, query, key), the same bits
-// as dropout_keep of the reference. Host and device; no torch.
+// Which attention weights survive dropout: a hash of (seed of the head, query, key), with the same
+// bits as dropout_keep of the reference. Host and device; no torch.
 #pragma once
 
 #include "spec/types.h"

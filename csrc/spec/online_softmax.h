@@ -16,13 +16,13 @@ struct OnlineSoftmax {
       sizeof(T) == 8 ? T(-1.7976931348623157e308) : T(-3.4028234663852886e38);
 
   T max = -INFINITY;
-  double sum = 0;  // long rows outgrow fp32
+  double sum = 0;  // fp32 is too short for long rows
 
-  // What logits are measured from. A row that has met no finite logit is measured from 0, so that
-  // 2^(-inf - reference) is 0 and not 2^(-inf + inf).
+  // Subtracted from logits. It is 0 for a row without a finite logit, so that 2^(-inf - reference)
+  // is 0 and not 2^(-inf + inf).
   BOLTZATTN_HD T reference() const { return max == -INFINITY ? T(0) : max; }
 
-  // Admits logits up to `top`; returns the factor by which everything summed so far shrinks.
+  // Raises the maximum to `top`; returns the factor that rescales everything summed so far.
   BOLTZATTN_HD T raise(T top) {
     if (!(top > max)) return T(1);
     const T factor = sum == 0 ? T(0) : power_of_2(max - top);
@@ -33,10 +33,10 @@ struct OnlineSoftmax {
 
   BOLTZATTN_HD T normaliser() const { return sum == 0 ? T(0) : T(1 / sum); }
 
-  // fp64: at 1e5 an fp32 logarithm of the partition sum has lost the sum.
+  // In fp64: fp32 cannot resolve the logarithm of a sum next to logits of 1e5.
   BOLTZATTN_HD double lse(T lowest = kLowest) const {
     if (sum == 0) return -INFINITY;
-    // A row of nothing but the lowest number, as masks use it, had to be kept in range.
+    // A row that contains only the lowest number, as masks do, was clamped to stay finite.
     return (max <= kLowest ? double(lowest) : double(max) * kLn2) + ::log(sum);
   }
 

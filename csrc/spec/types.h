@@ -20,7 +20,7 @@ struct Extent {
   double low = INFINITY, high = -INFINITY, at_low = 0, at_high = 0, count = 0, regular = 1;
 };
 
-// Of equal numbers the earlier token is kept.
+// Keeps the earlier token if numbers are equal.
 BOLTZATTN_HD void join(Extent& extent, const Extent& later) {
   if (later.low < extent.low) extent.at_low = later.at_low, extent.low = later.low;
   if (later.high > extent.high) extent.at_high = later.at_high, extent.high = later.high;

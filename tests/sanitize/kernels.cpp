@@ -790,7 +790,9 @@ int main() {
   check_online_softmax<float>();
   check_online_softmax<double>();
   check_layout();
-  for (const Kernels* table : {&kAvx512, &kWide, &kAvx2, &kPortable}) {
+  std::vector<const Kernels*> tables(std::begin(kTables), std::end(kTables));
+  tables.push_back(&kWide);
+  for (const Kernels* table : tables) {
     if (table->supported()) {
       check_agreement(*table);
       run_kernels(*table);

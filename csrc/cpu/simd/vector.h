@@ -47,7 +47,7 @@ BOLTZATTN_INLINE void store(T* p, const Vec<T> (&from)[N]) {
 #pragma GCC unroll 4
   for (int u = 0; u < N; ++u) store(p + u * kLanes<T>, from[u]);
 }
-// A store past the caches, of an aligned vector; `stream_end` before others may read.
+// Stores an aligned vector past the caches. Call `stream_end` before another thread reads it.
 BOLTZATTN_INLINE void stream(float* p, Vec<float> v) {
 #if defined(__clang__)
   __builtin_nontemporal_store(v, reinterpret_cast<Vec<float>*>(p));
@@ -105,8 +105,8 @@ BOLTZATTN_INLINE T reduce_sum(Vec<T> v) {
   return Fold<T, kLanes<T>>::run(v, [](auto a, auto b) { return a + b; });
 }
 
-// 2^x for x <= 0 up to rounding; 0 where that is no normal number any more (next to what softmax
-// sums, at least 1, that is nothing), NaN for NaN. x = k + r with k an integer: adding 1.5 *
+// 2^x for x <= 0 up to rounding; 0 if the result would be subnormal (softmax adds it to a sum of at
+// least 1), NaN for NaN. x = k + r with k an integer: adding 1.5 *
 // 2^(mantissa bits) rounds x to k and leaves it in the low bits, from where it is shifted into the
 // exponent; 2^r on |r| <= 1/2 is its Chebyshev interpolant (relative error 2.6e-9 and 4.3e-18). The
 // lowest k gives the exponent of 0.

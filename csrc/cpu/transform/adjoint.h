@@ -1,8 +1,8 @@
 // The stages `query_moments` and `adjoint`: from the gradient of out to tables over the key nodes.
 // Included inside an ISA's namespace.
 //
-// Derivatives are formed in the core, never by differentiating the basis: interpolation loses
-// nothing then.
+// Derivatives are formed in the core and not by differentiating the basis, so that interpolation
+// loses no accuracy.
 
 // dF at the query nodes (column dv: the gradient of lse), and the gradient of the queries:
 // dt_i = dO_i . F'(t_i) + dlse_i E[s].
@@ -33,8 +33,8 @@ static void sum_query_moments(const Head<T>& head, const AttentionGradient& g,
       });
 }
 
-// The core read backwards: tables [key nodes][row_size] for dv and for ds. The latter is to be
-// multiplied by v - centre, and its column dv added:
+// The transpose of the core: tables [key nodes][row_size] for dv and for ds. The latter is
+// multiplied by v - centre, and its column dv is added:
 // ds_j = sum_a t_a E_aj / Z_a (dF_a . (v_j - F_a) + dlse_a).
 struct KeyTables {
   Buffer<double> values, slopes;
@@ -50,7 +50,7 @@ static void adjoint(const Head<T>& head, const double* query_moments, KeyTables&
   tables.values.resize(head.key_nodes() * row_size);
   tables.slopes.resize(head.key_nodes() * row_size);
   // dF_a / Z_a, the same times t_a, and for either half of the keys the column of the latter that
-  // has no v_j in it.
+  // does not depend on v_j.
   Buffer<double> left(rows * row_size), scaled[2];
   for (auto& s : scaled) s.resize(rows * row_size);
   for (int64_t a = 0; a < rows; ++a) {
@@ -82,7 +82,7 @@ static void adjoint(const Head<T>& head, const double* query_moments, KeyTables&
       const int64_t from = first * p * row_size;
       gemm<double, true>(q, vectors, count * p, {e.data, 1, e_row}, left.data + from, row_size,
                          values, row_size);
-      if (head.range.t_min < 0 || head.range.t_max > 0)  // else every query is 0 and no key is felt
+      if (head.range.t_min < 0 || head.range.t_max > 0)  // otherwise every query is 0
         gemm<double, true>(q, vectors, count * p, {e.data, 1, e_row},
                            scaled[head.end_of_key_panel(k)].data + from, row_size, slopes,
                            row_size);

@@ -3,7 +3,7 @@
 
 constexpr int64_t kTile = 48;  // tokens of one panel that are worked on together
 
-// Where the tokens of a chunk fall. Lives in scratch memory: it is too large for a stack.
+// Where the tokens of a chunk fall. Kept in scratch memory, because it is too large for the stack.
 struct Coordinates {
   double u[kChunk];      // the token's number on entry, then its warped coordinate
   double place[kChunk];  // in [-1, 1] on its panel
@@ -43,7 +43,7 @@ struct Coordinates {
     const double last = axis.panels - 1;
     for (int64_t i = 0; i < count; ++i) {
       const double f = (u[i] - origin) * inverse;
-      // A token outside the range, even NaN, has a panel all the same.
+      // A token outside the range, or NaN, is assigned to a panel, too.
       const int32_t p = int32_t(f > 0 ? f < last ? f : last : 0);
       panel[i] = p;
       place[i] = 2 * (f - p) - 1;
@@ -51,8 +51,8 @@ struct Coordinates {
   }
 
   // Orders the tokens by panel, leaving out masked ones: those of panel p are
-  // order[start[p]] .. order[start[p + 1] - 1], in their old order. Some token stands in for those
-  // that would come after the last.
+  // order[start[p]] .. order[start[p + 1] - 1], in their old order. Token 0 fills the entries after
+  // the last token.
   void sort(bool masked, int64_t count, int panels, int32_t* start) {
     for (int p = 0; p <= panels; ++p) start[p] = 0;
     if (masked) {
@@ -68,8 +68,8 @@ struct Coordinates {
 };
 
 // Weights of the Lagrange basis: weight[a][i] = prod_{b != a} (x_i - x_b) / (x_a - x_b).
-// Products from both ends keep every factor and need no division. In fp64: the nodes rounded to
-// fp32 would be other nodes than those the tables were made for.
+// Products from both ends keep every factor and need no division. In fp64, because nodes
+// rounded to fp32 would not be those of the tables.
 template <class T>
 struct Lagrange {
   int nodes;

@@ -18,12 +18,12 @@ struct Nodes {
     for (int k = 0; k < layout.key.panels; ++k)
       for (int b = 0; b < layout.key.nodes; ++b)
         key.data[k * layout.key.nodes + b] = key_at(layout, k, place[b]);
-    // The kernel of the last panel reads whole vectors, too.
+    // `kernel` reads whole vectors on the last panel, too.
     set_zero(key.data + int64_t(layout.key.panels) * layout.key.nodes, kLanes<double>);
   }
 
-  // Whether some exp(t_i (s_b - reference)) on this pair of panels is not negligible. A linear
-  // function of s for each t, so the largest exponent lies at an end of both.
+  // Whether some exp(t_i (s_b - reference)) on this pair of panels is not negligible. The exponent
+  // is linear in s for each t, so it is largest at an end of both.
   bool matters(const Layout& layout, int64_t query_panel, int64_t key_panel) const {
     const int p = layout.query.nodes, q = layout.key.nodes;
     const double* t = query.data + query_panel * p;

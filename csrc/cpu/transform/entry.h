@@ -1,7 +1,7 @@
 // The transform of all heads of a call; a head that it cannot serve goes to `direct`. Included
 // inside an ISA's namespace.
 
-// Many heads are shared out whole; few are worked on by all threads together.
+// Each thread takes whole heads if there are many; all threads share each head if there are few.
 template <class Body>
 static void for_heads(int64_t heads, Body body) {
   heads >= thread_count() ? parallel(heads, body) : serial(heads, body);
@@ -79,16 +79,16 @@ static bool build(Head<T>& head, bool slopes) {
       bounds = run_core(head, slopes);
     }
     // |F - centre| <= 2 max|v|, so half of its largest can only overstate the relative error;
-    // the values themselves are looked at only if that is not good enough.
+    // the values themselves are read only if that is not good enough.
     if (certify(head, bounds, bounds.largest / 2)) return true;
-    if (head.layer) continue;  // its values are not at hand
+    if (head.layer) continue;  // its values are not available
     if (largest == 0) largest = largest_value(head);
     if (certify(head, bounds, largest)) return true;
   }
   return false;
 }
 
-// One head by `direct`, joined with what out and lse hold.
+// One head by `direct`, merged with out and lse.
 template <class T>
 static void merge_direct(const Attention& whole, int64_t h) {
   const int64_t start = 0;
@@ -129,7 +129,7 @@ static void transform_backward(const AttentionGradient& g) {
   });
 }
 
-// Heads that add up are taken one after the other. False: `direct` must do it.
+// The heads are added up one after the other. Returns whether all were served.
 template <class T>
 static bool layer_forward(const Attention& call, const Layer& layer) {
   for (int64_t h = 0; h < call.heads; ++h) {

@@ -1,8 +1,8 @@
 // The stage `evaluate`: results at the tokens from tables over the nodes. Included inside an ISA's
 // namespace.
 
-// A table in T, as the passes over tokens read it: [nodes][size], the last of `count` columns
-// apart.
+// A table in T, as the passes over tokens read it: [nodes][size], with the last column
+// in an array of its own.
 template <class T>
 struct Table {
   int64_t size;
@@ -51,7 +51,7 @@ static void zero_rows(const Matrix& m, int64_t h, int64_t rows, int64_t count) {
   fill_rows(m, h, rows, count, zero.data);
 }
 
-// Writes lse, or joins it with what is there and finds the shares of either in the outputs.
+// Writes lse, or merges it with the previous lse and computes the share of each in the outputs.
 template <class T>
 static void write_lse(const Head<T>& head, int panel, const Tile& tile, const T* weight,
                       const T* log_z, const double* t, Shares<T>& shares) {

@@ -3,11 +3,11 @@
 
 constexpr int64_t kChunk = 2048;  // tokens that are worked on together, at most
 
-// Adds `count` numbers, tokens first, first + 1, ...; those of `skip` (if given) do not count.
+// Adds the numbers of tokens first, first + 1, ..., except those in `skip` (if given).
 static void extend(Extent& extent, const double* number, int64_t count, int64_t first,
                    const uint8_t* skip) {
   constexpr int L = kLanes<double>;
-  double low = INFINITY, high = -INFINITY, odd = 0;  // odd: NaN if a number is not finite
+  double low = INFINITY, high = -INFINITY, odd = 0;  // odd: NaN if a number is infinite or NaN
   int64_t i = 0, kept = count;
   if (!skip) {
     Vec<double> lows = splat<double>(INFINITY), highs = -lows, odds{};
@@ -46,7 +46,7 @@ static void serial(int64_t tasks, Body&& body) {
   for (int64_t task = 0; task < tasks; ++task) body(task);
 }
 
-// Masked keys; false if a number is neither "kept" nor "masked".
+// Reads which keys are masked; false if the mask is a bias.
 static bool read_mask(const Attention& call, int64_t h, int64_t first, int64_t count,
                       uint8_t* skip) {
   const Matrix& m = call.key_mask;

@@ -25,7 +25,7 @@ struct Head {
   // At low temperature the largest key (for t > 0) or the smallest takes all the weight, and what
   // gradients are made of, v_j - F, is a small difference. So values are measured from the value of
   // the end key on their half of the key axis, and F from that of the reference key of its panel.
-  int64_t end_key[2]{};    // where the largest and the smallest key stand
+  int64_t end_key[2]{};    // indices of the largest and the smallest key
   Buffer<T> raw_centre;    // [2][raw_size]: their rows of the tensor of values
   Buffer<double> centre;   // [2][row_size]: their values
   Buffer<double> raw;      // [key nodes][raw_size]: moments as summed; the last column counts keys
@@ -67,11 +67,11 @@ struct Head {
   int64_t query_nodes() const { return int64_t(layout.query.panels) * layout.query.nodes; }
   int64_t key_nodes() const { return int64_t(layout.key.panels) * layout.key.nodes; }
   bool empty() const { return range.keys == 0 || call.n_q == 0; }
-  // In a layer the heads of a group add up, the first of them writing.
+  // In a layer the first head of a group writes, and the others add.
   bool first_of_group() const { return !layer || h % layer->summed == 0; }
 };
 
-// Tokens of a chunk: enough chunks to share out.
+// Tokens of a chunk: small enough for several chunks per thread.
 BOLTZATTN_INLINE int64_t chunk_of(int64_t n) {
   return least(kChunk, most(512, round_up(ceil_div(n, 8), 256)));
 }
@@ -80,7 +80,7 @@ BOLTZATTN_INLINE int64_t chunk_of(int64_t n) {
 // rows.
 template <class T>
 struct Pass {
-  Scratch<Slot::kTask> scratch;
+  Scratch scratch;
   Coordinates& at;
   int32_t* start;
   double* place;
@@ -91,11 +91,11 @@ struct Pass {
       : scratch(int64_t(sizeof(Coordinates)) + (axis.panels + 1) * 4 + kTile * 8 +
                     (kMostNodes + kColumns) * kTile * int64_t(sizeof(T)),
                 5),
-        at(*scratch.template take<Coordinates>(1)),
-        start(scratch.template take<int32_t>(axis.panels + 1)),
-        place(scratch.template take<double>(kTile)),
-        weight(scratch.template take<T>(kMostNodes * kTile)),
-        block(scratch.template take<T>(kColumns * kTile)) {}
+        at(*scratch.take<Coordinates>(1)),
+        start(scratch.take<int32_t>(axis.panels + 1)),
+        place(scratch.take<double>(kTile)),
+        weight(scratch.take<T>(kMostNodes * kTile)),
+        block(scratch.take<T>(kColumns * kTile)) {}
 };
 
 // Visits the tokens of a chunk in tiles that lie on one panel:
@@ -112,7 +112,7 @@ static void for_tiles(const Head<T>& head, Pass<T>& pass, bool keys, int64_t fir
   for (int64_t i = count; i < round_up(count, kLanes<double>); ++i) at.u[i] = layout.middle;
   if (masked) {
     read_mask(call, head.h, first, count, at.skip);
-    // A masked key may be anything, NaN too: put it where it does no harm.
+    // A masked key may be any number, even NaN: replace it by a harmless one.
     for (int64_t i = 0; i < count; ++i) at.u[i] = at.skip[i] ? layout.middle : at.u[i];
   }
   if (keys) {

@@ -10,18 +10,18 @@ static void apply_weight(const Head<T>& head, const double* from, int64_t from_s
   const int64_t depth = back ? head.dv : head.columns, width = back ? head.columns : head.dv;
   parallel(ceil_div(width, kBlock), [&](int64_t block) {
     const int64_t begin = block * kBlock, here = least(kBlock, width - begin);
-    Buffer<double> packed(kDepth * kBlock), sum(rows * kBlock);
+    Buffer<double> block_weight(kDepth * kBlock), sum(rows * kBlock);
     set_zero(sum.data, rows * kBlock);
     for (int64_t k = 0; k < depth; k += kDepth) {
       const int64_t deep = least(kDepth, depth - k);
-      set_zero(packed.data, deep * kBlock);
+      set_zero(block_weight.data, deep * kBlock);
       if (back) {
-        read_block(weight, head.h, k, begin, deep, here, packed.data, kBlock, 1);
+        read_block(weight, head.h, k, begin, deep, here, block_weight.data, kBlock, 1);
       } else {
-        read_block(weight, head.h, begin, k, here, deep, packed.data, 1, kBlock);
+        read_block(weight, head.h, begin, k, here, deep, block_weight.data, 1, kBlock);
       }
-      gemm<double, true>(rows, 8, deep, {from + k, from_size, 1}, packed.data, kBlock, sum.data,
-                         kBlock);
+      gemm<double, true>(rows, 8, deep, {from + k, from_size, 1}, block_weight.data, kBlock,
+                         sum.data, kBlock);
     }
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < here; ++c) to[r * to_size + begin + c] = sum.data[r * kBlock + c];
@@ -67,8 +67,8 @@ static void add_weight_gradient(const Head<T>& head, const double* value_table) 
   });
 }
 
-// From tables over the key nodes for values to those for rows of the tensor of values; a table's
-// last column is `last`.
+// The table for rows of the tensor of values, from a table over the key nodes for values. The last
+// column is copied or zero.
 template <class T>
 static void table_of_rows(const Head<T>& head, const double* table, bool keep_last,
                           Buffer<double>& to) {

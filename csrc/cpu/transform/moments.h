@@ -1,8 +1,8 @@
 // The stage `moments`: sums of tokens' rows onto the nodes of their panels. Included inside an
 // ISA's namespace.
 
-// Sums the rows of a matrix over the panels of an axis: sums[panels][nodes][size], the column after
-// the last taking the number of keys, or the sum of `last`. also(panel, tile, first column, number
+// Sums the rows of a matrix over the panels of an axis: sums[panels][nodes][size]. The column after
+// the last counts the keys, or sums `last`. also(panel, tile, first column, number
 // of columns, weights, rows, their centre, one number per token, 0 at first) sees every block.
 template <class T, class Also>
 static void sum_over_panels(const Head<T>& head, bool keys, const Matrix& matrix, int64_t columns,
@@ -12,7 +12,7 @@ static void sum_over_panels(const Head<T>& head, bool keys, const Matrix& matrix
   const int64_t n = keys ? head.call.n_k : head.call.n_q;
   const int64_t table = int64_t(axis.panels) * nodes * size;
   const int64_t chunk = chunk_of(n), chunks = ceil_div(n, chunk);
-  // Partial sums are kept within a few megabytes, whatever the layout.
+  // Partial sums take at most a few megabytes for any layout.
   const int64_t most_parts = most(4, least(64, (int64_t(1) << 18) / table));
   const int64_t per_part = ceil_div(chunks, least(chunks, most_parts));
   const int64_t parts = ceil_div(chunks, per_part);
@@ -61,7 +61,7 @@ static void sum_over_panels(const Head<T>& head, bool keys, const Matrix& matrix
   parts* blocks > 256 ? parallel(blocks, add) : serial(blocks, add);
 }
 
-// What values are measured from: those of the end keys.
+// The values of the end keys, from which values are measured.
 template <class T>
 static void find_centres(Head<T>& head) {
   const int64_t row_size = head.row_size, raw_size = head.raw_size;
@@ -90,7 +90,7 @@ static void sum_moments(Head<T>& head) {
                   [](auto...) {});
 }
 
-// NaN or inf among the values would be lost where a key has no weight; dense softmax keeps it.
+// A NaN or inf among the values would be lost if its key has no weight; dense softmax keeps it.
 template <class T>
 static bool finite_sums(const Head<T>& head) {
   return largest_of(head.raw.data, head.key_nodes() * head.raw_size) <= kLargestSum;

@@ -22,13 +22,13 @@ struct SharedHead : Head<T> {
   }
 
   bool nothing() const { return this->range.keys == 0 || !served; }
-  // Moments: a row per key node and one for either end, whose last column counts.
+  // Moments: a row per key node and one per end; the last column counts keys.
   int64_t moments_size() const { return nothing() ? 0 : (this->key_nodes() + 2) * width; }
   int64_t query_moments_size() const { return nothing() ? 0 : this->query_nodes() * width; }
 };
 
-// This machine's part of the moments; values are summed from its own end keys, and shared as they
-// are. An end key that is here gives its values as the centre.
+// This machine's part of the moments. Values are measured from its own end keys while they are
+// summed, but not in the result. An end key that is on this machine adds its value to the centre.
 template <class T>
 static void give_moments(SharedHead<T>& head, const Extent& keys, double* to) {
   const int64_t rows = head.key_nodes(), dv = head.dv, width = head.width;
@@ -52,14 +52,14 @@ static void give_moments(SharedHead<T>& head, const Extent& keys, double* to) {
   }
 }
 
-// Node values from everybody's moments; false: the certificate is missed.
+// Node values from the moments of all machines; whether the head is served.
 template <class T>
 static bool build_from(SharedHead<T>& head, const double* moments, bool slopes) {
   const int64_t rows = head.key_nodes(), dv = head.dv, width = head.width;
   const int64_t raw_size = head.raw_size, row_size = head.row_size;
   head.raw.resize(rows * raw_size);
   head.clear_centres();
-  // Equal end keys on several machines: the mean of their values.
+  // The mean of the values if equal end keys are on several machines.
   for (int end = 0; end < 2; ++end) {
     const double* from = moments + (rows + end) * width;
     for (int64_t c = 0; c < dv; ++c) {
@@ -79,12 +79,12 @@ static bool build_from(SharedHead<T>& head, const double* moments, bool slopes) 
   measure_from_ends(head);
   const Bounds bounds = run_core(head, slopes);
   if (!(bounds.largest <= kLargestSum)) return false;
-  // The centres are values (or means of them), so no larger than the largest.
+  // The centres are values, or means of values, so they are not larger than the largest value.
   return certify(head, bounds,
                  larger_of(bounds.largest / 2, largest_of(head.centre.data, 2 * row_size)));
 }
 
-// Rows of so many numbers to rows of another width: what both have.
+// Copies rows to rows of another width: the columns that both have.
 static void copy_rows(int64_t rows, const double* from, int64_t from_width, double* to,
                       int64_t to_width) {
   for (int64_t r = 0; r < rows; ++r)
@@ -147,7 +147,7 @@ static void stage_evaluate(const Attention& call, const SharedRange* shared, con
   });
 }
 
-// A head that is not served has no gradients; its caller has been told so by `evaluate`.
+// A head that is not served gets no gradients; `evaluate` has reported it.
 template <class T>
 static void stage_query_moments(const AttentionGradient& g, const SharedRange* shared,
                                 const double* moments, double* query_moments) {

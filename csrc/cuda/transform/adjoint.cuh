@@ -74,8 +74,7 @@ __global__ void __launch_bounds__(kThreads)
     grad_query[segment.token[i] * g.grad_query.row] = narrow<S>(grad_t[i] * T(call.scale));
 }
 
-// pull_a = dlse_a + dF_a . (centre - F_a) from either end: what a key at the centre would feel.
-// A warp takes a node.
+// pull_a = dlse_a + dF_a . (centre - F_a) for the centre of either end. A warp takes a node.
 __global__ void __launch_bounds__(kThreads) transform_pull(const __grid_constant__ Work work) {
   const Call& call = work.g.call;
   const int64_t nodes = work.side[0].panels * work.nodes;
@@ -98,7 +97,7 @@ __global__ void __launch_bounds__(kThreads) transform_pull(const __grid_constant
   }
 }
 
-// The core read backwards: tables over the key nodes for dv and for ds (to be multiplied by
+// The transpose of the core: tables over the key nodes for dv and for ds (which is multiplied by
 // v - centre; `slope_last` is added):
 // ds_j = sum_a t_a E_aj / Z_a (dF_a . (v_j - F_a) + dlse_a).
 template <class T>
@@ -117,7 +116,7 @@ __global__ void __launch_bounds__(kThreads) transform_adjoint(const __grid_const
   const int own = end_of_key_panel(layout, int(panel)), b = Lanes::node();
   const int64_t key = (h * work.side[1].panels + panel) * P + b, column = tile * N;
   const double* s = work.side[1].node + key - b;
-  const bool felt = head.range.t_min < 0 || head.range.t_max > 0;  // else every query is 0
+  const bool felt = head.range.t_min < 0 || head.range.t_max > 0;  // otherwise every query is 0
   double value[Lanes::kEach] = {}, slope[Lanes::kEach] = {}, rest = 0;
   for (int k = 0; k < layout.query.panels; ++k) {
     const int64_t a0 = (h * work.side[0].panels + k) * P;

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
     __syncthreads();
   }
 
-  // Measured from the value of the reference key, whichever end a key's moments had.
+  // Measured from the value of the reference key, for the moments of both ends.
   const double inverse = 1 / z, mean = z_slope * inverse;
   const bool steep = head.range.s_min < head.range.s_max;  // equal keys: F is constant
   double largest = ::log(z) * 0;                           // NaN if z is not a number
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads) transform_key_error(const __grid_con
   work.key_error[at] = sum * work.inverse_z[at];
 }
 
-// One block per head: is the transform good enough?
+// One block per head: finds the certificate and decides whether the head is served.
 __global__ void __launch_bounds__(kThreads) transform_certify(const __grid_constant__ Work work) {
   __shared__ double space[3][kThreads];
   const Call& call = work.g.call;

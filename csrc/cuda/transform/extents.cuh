@@ -10,7 +10,7 @@ constexpr int64_t kExtentChunk = 4096;  // tokens
 __device__ __forceinline__ void join(ExtentPart& a, const ExtentPart& b) {
   a.t_min = b.t_min < a.t_min ? b.t_min : a.t_min;
   a.t_max = b.t_max > a.t_max ? b.t_max : a.t_max;
-  // Of equal keys the first: the order of joining must not matter.
+  // Keeps the first of equal keys, so that the order of joining does not matter.
   if (b.s_max > a.s_max || (b.s_max == a.s_max && b.at_max < a.at_max)) a.at_max = b.at_max;
   if (b.s_min < a.s_min || (b.s_min == a.s_min && b.at_min < a.at_min)) a.at_min = b.at_min;
   a.s_max = b.s_max > a.s_max ? b.s_max : a.s_max;
@@ -21,7 +21,7 @@ __device__ __forceinline__ void join(ExtentPart& a, const ExtentPart& b) {
 __device__ __forceinline__ ExtentPart nothing() {
   return {INFINITY, -INFINITY, INFINITY, -INFINITY, 0, INT64_MAX, INT64_MAX, 1};
 }
-// part[0] = all of them joined, for the first thread.
+// part[0] = all parts joined; valid in the first thread.
 __device__ __forceinline__ void join_block(ExtentPart* part) {
   for (int step = kThreads / 2; step > 0; step /= 2) {
     __syncthreads();
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) transform_extents(const __grid_const
   if (threadIdx.x == 0) work.parts[blockIdx.x] = part[0];
 }
 
-// One block per head: the layout, and tables that follow from it alone.
+// One block per head: the layout, and the tables that depend on it only.
 __global__ void __launch_bounds__(kThreads) transform_layout(const __grid_constant__ Work work) {
   __shared__ ExtentPart part[kThreads];
   __shared__ HeadLayout head;

@@ -1,8 +1,8 @@
-// What the stages of the transform share: docs/transform.md derives them, and cpu/transform does
-// the same for one head after another. No torch.
+// What the stages of the transform share. docs/transform.md derives them, and csrc/cpu/transform
+// has the same stages. No torch.
 //
-// Nothing here waits for the host: layouts are made on the device, memory is laid out for the
-// largest one there may be, and a head that the transform cannot serve is flagged for `direct`.
+// Nothing waits for the host: layouts are made on the device, memory is allocated for the largest
+// possible layout, and a head that the transform cannot serve is flagged for `direct`.
 // Tokens are sorted by panel, stably and without atomics, so results are bitwise reproducible.
 #pragma once
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ int end_of_key_panel(const Layout& layout, int panel)
   return layout.key.origin + layout.key.half * (2 * panel + 1) >= 0 ? 0 : 1;
 }
 
-// A NaN on either side stays.
+// NaN if one of them is NaN.
 __device__ __forceinline__ double largest_or_nan(double a, double b) {
   return a != a || a > b ? a : b;
 }

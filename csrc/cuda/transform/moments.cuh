@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) transform_moments(const __grid_const
   sum_column(segment, cut.count, to + call.dv, call.dv + 1, space[0], [](int) { return 1.0; });
   for (int64_t column = 0; column < call.dv; column += N) {
     load_centre(work, cut, column, centre);
-    __syncthreads();  // and everyone has done with `space`
+    __syncthreads();  // and all threads have read `space`
     NodeSums<T, kTensorCores<S>> sums;
     sums.clear();
     if constexpr (kTensorCores<S>) {

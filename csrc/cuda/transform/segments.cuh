@@ -31,9 +31,9 @@ struct Cut {
 };
 
 // Weights of the Lagrange basis: prod_{b != a} (x - x_b) / (x_a - x_b). Products from both ends
-// keep every factor and need no division. In fp64: the nodes rounded to fp32 would be other nodes
-// than those the tables were made for. each(i, token, sum_a weight[a] last[a]) sees every token.
-// For other threads all this is there after a barrier.
+// keep every factor and need no division. In fp64, because nodes rounded to fp32 would not be those
+// of the tables. each(i, token, sum_a weight[a] last[a]) sees every token.
+// Other threads see the results after a barrier.
 template <class T, class Each>
 __device__ __forceinline__ void weigh(const Work& work, const Side& side, const Cut<T>& cut,
                                       const double* last, Segment<T>& segment, Each each) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void weigh(const Work& work, const Side& side, const 
     const Placed<T> placed = static_cast<const Placed<T>*>(side.order)[cut.first + i];
     const double x = placed.place;
     double product = 1, sum = 0;
-    // The products from the left wait in registers, or in the table itself where it is fp64.
+    // The products from the left are kept in registers, or in the table itself if it is fp64.
     double waiting[sizeof(T) == 4 ? P : 1];
 #pragma unroll(sizeof(T) == 4 ? P : 2)
     for (int a = 0; a < P; ++a) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void write_partial(const double (*space)[N], int64_t 
       to[e / N * (columns + 1) + column + e % N] = T(space[e / N][e % N]);
 }
 
-// Columns column .. of what the values of a key panel are measured from, zero past the last.
+// Columns column .. of the centre of a key panel, zero past the last.
 template <class T, int N>
 __device__ __forceinline__ void load_centre(const Work& work, const Cut<T>& cut, int64_t column,
                                             T (&to)[N]) {

@@ -11,7 +11,7 @@ struct Spot {
   int panel;
   double place;
 };
-// What a token's panel depends on. A copy: the layout is read once, not for every token.
+// What a token's panel depends on. It is a copy, so that the layout is read once.
 struct Locator {
   bool keys;
   double middle, unit;
@@ -30,8 +30,8 @@ struct Locator {
   }
 };
 
-// A warp takes a chunk, 32 tokens at a time. `Place`: tokens go where the scan has made room for
-// them; else they are counted.
+// A warp takes a chunk, 32 tokens at a time. `Place`: tokens are written where the scan has made
+// room for them; otherwise they are counted.
 template <class T, bool Place>
 __global__ void __launch_bounds__(kThreads, kLeastBlocks)
     transform_sort(const __grid_constant__ Work work) {

@@ -12,14 +12,13 @@ constexpr int kMostPanels = 1024;  // of an axis
 
 struct ExtentPart {
   double t_min, t_max, s_min, s_max;
-  int64_t keys, at_max, at_min;  // where the largest and the smallest key stand
-  int64_t regular;               // all numbers finite, and the mask is no bias
+  int64_t keys, at_max, at_min;  // indices of the largest and the smallest key
+  int64_t regular;               // all numbers are finite, and the mask is not a bias
 };
 
-// A token where its panel comes in the order of panels. The place is rounded to T: no more than a
-// number of type T is off anyway.
+// A token in the order of panels. The place is rounded to T, like the token's number itself.
 template <class T>
-struct alignas(2 * sizeof(T)) Placed {  // written and read as one
+struct alignas(2 * sizeof(T)) Placed {  // written and read at once
   T place;                              // in [-1, 1] on the panel
   std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t> token;
 };
@@ -31,8 +30,8 @@ struct HeadLayout {
   int64_t served;      // so far; else the head goes to `direct`
 };
 
-// One axis, queries or keys. Arrays start with the head; `panels`, `segments` and `chunks` are what
-// there is room for, whatever the data: sizes follow from those of the call alone.
+// One axis, queries or keys. Arrays start with the head; `panels`, `segments` and `chunks` are
+// capacities, which depend on the sizes of the call only.
 struct Side {
   int64_t n, panels, segments, chunks;
   uint32_t* counts;         // [chunks][panels]: tokens of a chunk on a panel, then where they go
