@@ -15,7 +15,7 @@ from boltzattn.dispatch.torch_modes import autocast_dtype, forward_mode_active, 
 from boltzattn.ops.attention import attend
 from boltzattn.ops.layer import layer, project
 from boltzattn.ops.varlen import varlen
-from boltzattn.problem import Choice, LayerProblem, Problem, default_scale
+from boltzattn.problem import Choice, LayerProblem, Problem, Projection, Starts, default_scale
 from boltzattn.validation import (
     check_layer,
     check_scale,
@@ -173,7 +173,7 @@ def attention_varlen(
         method=method,
         backend=backend,
     )
-    results = varlen(*call.problem, cu_seqlens_q, cu_seqlens_k, *call.choice)
+    results = varlen(call.problem, Starts(cu_seqlens_q, cu_seqlens_k), call.choice)
     out = call.out(results).transpose(0, 1)
     return (out, call.lse(results)) if return_lse else out
 
@@ -348,7 +348,7 @@ def _attend_at_nodes(
         weight = outward @ weight
         if weight_bias is not None:
             weight_bias = (outward @ weight_bias[..., None]).squeeze(-1)
-    numbers, extents = project(rows, w_qk, b_qk, choice.backend)
+    numbers, extents = project(Projection(rows, w_qk, b_qk), choice)
     query, key = numbers.unsqueeze(-1).split(num_heads, 1)
     key_mask = None
     if key_padding_mask is not None:
@@ -365,5 +365,5 @@ def _attend_at_nodes(
         extents=extents,
         scale=default_scale(1) if scale is None else float(scale),
     )
-    out = layer(*problem, *choice)
+    out = layer(problem, choice)
     return out.reshape(*lead, n, out.shape[-1])

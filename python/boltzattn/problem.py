@@ -111,6 +111,14 @@ class LayerGradients(NamedTuple):
     weight: Tensor
 
 
+class Projection(NamedTuple):
+    """Projection of rank-1 queries and keys to numbers `[batch, outputs, n]`."""
+
+    x: Tensor  # [batch, n, d]
+    weight: Tensor  # [outputs, d]
+    bias: Tensor | None  # [outputs]
+
+
 class LayerOutputGradient(NamedTuple):
     """The gradient that the backward pass of a layer starts from."""
 
@@ -160,11 +168,15 @@ def schema(*kinds: Any) -> str:
 
     Example:
         >>> schema(OutputGradients, Choice)
-        'Tensor out, Tensor? lse, str method, str backend'
+        'Tensor grad_out, Tensor? grad_lse, str method, str backend'
     """
+    prefix = {OutputGradients: "grad_", LayerOutputGradient: "grad_"}
     types = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", str: "str"}
-    fields = [field for kind in kinds for field in get_type_hints(kind).items()]
-    return ", ".join(f"{types[hint]} {name}" for name, hint in fields)
+    return ", ".join(
+        f"{types[hint]} {prefix.get(kind, '')}{name}"
+        for kind in kinds
+        for name, hint in get_type_hints(kind).items()
+    )
 
 
 def unflatten(fields: Sequence[Any], *kinds: Any) -> list[Any]:

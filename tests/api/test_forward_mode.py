@@ -147,4 +147,4 @@ def test_gradcheck_in_forward_mode() -> None:
 def test_operators_without_tangents_raise() -> None:
     x, w = torch.randn(1, 50, 8), torch.randn(2, 8)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
-        torch.ops.boltzattn.project(forward_ad.make_dual(x, x), w, None, "auto")
+        torch.ops.boltzattn.project(forward_ad.make_dual(x, x), w, None, "auto", "auto")

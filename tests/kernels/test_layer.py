@@ -6,7 +6,6 @@ import pytest
 import torch
 from boltzattn.dispatch import plan
 from boltzattn.ops import layer
-from boltzattn.ops.layer import project
 from boltzattn.problem import LayerProblem
 
 
@@ -169,14 +168,16 @@ def test_compiles(monkeypatch):
 
 def test_operators_are_sound():
     t = problem(torch.float64, n=40)
-    numbers, extents = project(t["x"], torch.cat((t["w_q"], t["w_k"])), None, "auto")
+    numbers, extents = torch.ops.boltzattn.project(
+        t["x"], torch.cat((t["w_q"], t["w_k"])), None, "auto", "auto"
+    )
     query, key = numbers.unsqueeze(-1).split(3, 1)
     weight = t["w_o"].unflatten(1, (3, -1)).transpose(0, 1) @ t["w_v"].unflatten(0, (3, -1))
     call = (query, key, t["x"], weight, None, t["b_o"], None, extents, 1.0, "auto", "cpu")
     torch.library.opcheck(torch.ops.boltzattn.layer.default, call)
     torch.library.opcheck(
         torch.ops.boltzattn.project.default,
-        (t["x"].clone().requires_grad_(), t["w_q"], t["b_q"], "auto"),
+        (t["x"].clone().requires_grad_(), t["w_q"], t["b_q"], "auto", "auto"),
     )
 
 
@@ -186,7 +187,7 @@ def test_operators_are_sound():
 def test_projection_and_extents(dtype, n, d):
     g = torch.Generator().manual_seed(n + d)
     x, weight, bias = (torch.randn(*s, generator=g).to(dtype) for s in ((2, n, d), (3, d), (3,)))
-    numbers, extents = project(x, weight, bias, "auto")
+    numbers, extents = torch.ops.boltzattn.project(x, weight, bias, "auto", "auto")
     exact = (x.double() @ weight.double().mT + bias.double()).mT
     assert errors.largest(numbers.double() - exact) <= TOLERANCE[dtype] * errors.largest(exact)
     low, high = numbers.double().amin(-1), numbers.double().amax(-1)
@@ -201,7 +202,9 @@ def test_projection_and_extents(dtype, n, d):
 def test_projection_marks_what_is_not_finite():
     x = torch.ones(1, 70, 2)
     x[0, 69, 0] = torch.nan
-    _, extents = project(x, torch.tensor([[1.0, 0.0], [1.0, 1.0]]), None, "auto")
+    _, extents = torch.ops.boltzattn.project(
+        x, torch.tensor([[1.0, 0.0], [1.0, 1.0]]), None, "auto", "auto"
+    )
     assert extents[0, :, 5].tolist() == [0.0, 0.0]
 
 

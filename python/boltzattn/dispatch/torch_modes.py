@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,14 +39,14 @@ def forward_mode_active() -> bool:
     return forward_ad._current_level >= 0
 
 
-def may_bypass_dispatcher(arguments: tuple[Any, ...]) -> bool:
+def may_bypass_dispatcher(fields: Sequence[Any]) -> bool:
     """Whether nothing (compile, export, vmap, a mode, a tensor subclass) must see the operator.
 
     Two trips through the dispatcher in Python cost more than attention over a hundred tokens.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    for x in arguments:
+    for x in fields:
         kind = type(x)
         if kind is not Tensor and issubclass(kind, Tensor) and kind is not torch.nn.Parameter:
             return False

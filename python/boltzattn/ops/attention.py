@@ -25,47 +25,47 @@ from boltzattn.problem import (
     OutputGradients,
     Problem,
     Saved,
-    schema,
     unflatten,
 )
 from boltzattn.reference import direct as reference_direct
 from boltzattn.reference import transform as reference_transform
 
 
-def _forward(*arguments: Any) -> Saved:
-    problem, choice = unflatten(arguments, Problem, Choice)
+def _forward(problem: Problem, choice: Choice) -> Saved:
     request = Request.of(problem)
     kernels = plan.choose(request, choice).kernels
     with without_autocast(request.device):
         return kernels.forward(problem)
 
 
-def _backward(*arguments: Any) -> Gradients:
-    grads, results, problem, choice = unflatten(arguments, OutputGradients, Saved, Problem, Choice)
+def _backward(
+    grads: OutputGradients, results: Saved, problem: Problem, choice: Choice
+) -> Gradients:
     request = Request.of(problem)
     kernels = plan.choose(request, choice).kernels
     with without_autocast(request.device):
         return kernels.backward(grads, results._replace(lse=results.lse.contiguous()), problem)
 
 
-def _forward_fake(*arguments: Any) -> Saved:
-    problem, _ = unflatten(arguments, Problem, Choice)
+def _forward_fake(problem: Problem, choice: Choice) -> Saved:
     query, rows = problem.query, problem.query.shape[:-1]
     out = query.new_empty(*rows, problem.value.shape[-1])
     return Saved(out, query.new_empty(rows, dtype=torch.float64))
 
 
-def _backward_fake(*arguments: Any) -> Gradients:
-    _, _, problem, _ = unflatten(arguments, OutputGradients, Saved, Problem, Choice)
+def _backward_fake(
+    grads: OutputGradients, results: Saved, problem: Problem, choice: Choice
+) -> Gradients:
     return Gradients(*(x.new_empty(x.shape) for x in problem.inputs))
 
 
 attention = Operator(
-    f"attention({schema(Problem, Choice)}) -> (Tensor out, Tensor lse)", _forward, _forward_fake
+    "attention", (Problem, Choice), "(Tensor out, Tensor lse)", _forward, _forward_fake
 )
 attention_backward = Operator(
-    f"attention_backward(Tensor grad_out, Tensor? grad_lse, {schema(Saved, Problem, Choice)}) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    "attention_backward",
+    (OutputGradients, Saved, Problem, Choice),
+    "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     _backward,
     _backward_fake,
 )
@@ -90,12 +90,13 @@ class Attention(torch.autograd.Function):
         if asked is None:
             return (None,) * arguments
         grads, results = asked
-        found = attention_backward(*grads, *results, *problem, *choice)
+        found = attention_backward(grads, results, problem, choice)
         return *found, *(None,) * (arguments - len(found))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, tuple]:
-        return tuple(attention(*batched(info, in_dims, arguments))), (0, 0)
+        found = attention(*unflatten(batched(info, in_dims, arguments), Problem, Choice))
+        return tuple(found), (0, 0)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -125,7 +126,9 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, tuple]:
-        return tuple(attention_backward(*batched(info, in_dims, arguments))), (0, 0, 0)
+        kinds = attention_backward.kinds
+        found = attention_backward(*unflatten(batched(info, in_dims, arguments), *kinds))
+        return tuple(found), (0, 0, 0)
 
 
 class AttentionDoubleBackward(torch.autograd.Function):
@@ -193,7 +196,8 @@ def _attention_backward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
     _, _, *found = AttentionDoubleBackward.apply(*moves, *grads, *problem, *choice)
     if moved.out is not None or moved.lse is not None:
         (grad_out,) = materialize((moved.out,), (grads.out,))
-        of_moved = attention_backward(grad_out, moved.lse, *results, *problem, *choice)
+        moved = moved._replace(out=grad_out)
+        of_moved = attention_backward(moved, results, problem, choice)
         found = [a + b for a, b in zip(found, of_moved, strict=True)]
     return tuple(found)
 
@@ -219,4 +223,4 @@ def attend(problem: Problem, choice: Choice) -> Saved:
     """Attention, differentiable in every argument."""
     if mask_is_differentiated(problem):
         return plan.choose(Request.of(problem, mask_gradient=True), choice).kernels(problem)
-    return attention(*problem, *choice)
+    return attention(problem, choice)

@@ -29,7 +29,7 @@ from boltzattn.problem import (
     LayerProblem,
     OutputGradients,
     Problem,
-    schema,
+    Projection,
     unflatten,
 )
 from boltzattn.transform.stages import Extent
@@ -61,7 +61,7 @@ def _projected_heads(problem: LayerProblem) -> Iterator[Problem]:
 
 def project_first(problem: LayerProblem) -> Tensor:
     """The layer by projecting every token: differentiable, and the truth for the kernels."""
-    out = sum(attention(*head, *_AUTO)[0][:, 0] for head in _projected_heads(problem))
+    out = sum(attention(head, _AUTO)[0][:, 0] for head in _projected_heads(problem))
     assert isinstance(out, Tensor)
     return out if problem.out_bias is None else out + problem.out_bias
 
@@ -72,8 +72,8 @@ def _project_first_backward(grad_out: Tensor, problem: LayerProblem) -> LayerGra
     by_head = []
     for head, weight in zip(_projected_heads(problem), problem.weight, strict=True):
         grads = OutputGradients(grad_out[:, None], None)
-        results = attention(*head, *_AUTO)
-        of_head = attention_backward(*grads, *results, *head, *_AUTO)
+        results = attention(head, _AUTO)
+        of_head = attention_backward(grads, results, head, _AUTO)
         grad_query, grad_key, grad_values = of_head
         grad_value += grad_values[:, 0] @ weight
         by_head.append((grad_query, grad_key, (grad_values[:, 0].mT @ problem.value).sum(0)))
@@ -83,62 +83,65 @@ def _project_first_backward(grad_out: Tensor, problem: LayerProblem) -> LayerGra
     )
 
 
-def _forward(*arguments: Any) -> Tensor:
-    problem, choice = unflatten(arguments, LayerProblem, Choice)
+def _forward(problem: LayerProblem, choice: Choice) -> Tensor:
     with without_autocast(problem.query.device.type):
         out = _kernels(problem, choice).forward(problem)
         return project_first(problem) if out is None else out.to(problem.value.dtype)
 
 
-def _backward(grad_out: Tensor, *arguments: Any) -> LayerGradients:
-    problem, choice = unflatten(arguments, LayerProblem, Choice)
+def _backward(grads: LayerOutputGradient, problem: LayerProblem, choice: Choice) -> LayerGradients:
     with without_autocast(problem.query.device.type):
-        grads = _kernels(problem, choice).backward(grad_out, problem)
-        if grads is None:
-            return _project_first_backward(grad_out, problem)
-        return LayerGradients(*(g.to(problem.value.dtype) for g in grads))
+        found = _kernels(problem, choice).backward(grads.out, problem)
+        if found is None:
+            return _project_first_backward(grads.out, problem)
+        return LayerGradients(*(g.to(problem.value.dtype) for g in found))
 
 
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+def _project(projection: Projection, choice: Choice) -> tuple[Tensor, Tensor]:
+    x, weight, _ = projection
     (batch, n, _), outputs = x.shape, weight.shape[0]
     request = Request(x.device.type, x.dtype, batch * outputs, n, n, 1, 1)
-    taken = backends.select(request, "project", backend)
-    return backends.kernels(taken.name, "project")(x, weight, bias)
+    taken = backends.select(request, "project", choice.backend)
+    return backends.kernels(taken.name, "project")(*projection)
 
 
-def _forward_fake(*arguments: Any) -> Tensor:
-    problem, _ = unflatten(arguments, LayerProblem, Choice)
+def _forward_fake(problem: LayerProblem, choice: Choice) -> Tensor:
     batch, _, n, _ = problem.query.shape
     return problem.value.new_empty(batch, n, problem.weight.shape[1])
 
 
-def _backward_fake(grad_out: Tensor, *arguments: Any) -> LayerGradients:
-    problem, _ = unflatten(arguments, LayerProblem, Choice)
+def _backward_fake(
+    grads: LayerOutputGradient, problem: LayerProblem, choice: Choice
+) -> LayerGradients:
     inputs = problem.query, problem.key, problem.value, problem.weight
     return LayerGradients(*(x.new_empty(x.shape) for x in inputs))
 
 
-def _project_fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _project_fake(projection: Projection, choice: Choice) -> tuple[Tensor, Tensor]:
+    x, weight, _ = projection
     lead = x.shape[0], weight.shape[0]
     extents = x.new_empty(*lead, len(Extent._fields), dtype=torch.float64)
     return x.new_empty(*lead, x.shape[1]), extents
 
 
-layer = Operator(f"layer({schema(LayerProblem, Choice)}) -> Tensor", _forward, _forward_fake)
+layer = Operator("layer", (LayerProblem, Choice), "Tensor", _forward, _forward_fake)
 layer_backward = Operator(
-    f"layer_backward(Tensor grad_out, {schema(LayerProblem, Choice)}) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight)",
+    "layer_backward",
+    (LayerOutputGradient, LayerProblem, Choice),
+    "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight)",
     _backward,
     _backward_fake,
 )
 project = Operator(
-    "project(Tensor x, Tensor weight, Tensor? bias, str backend) -> (Tensor, Tensor)",
+    "project",
+    (Projection, Choice),
+    "(Tensor numbers, Tensor extents)",
     _project,
     _project_fake,
 )
 
 
-class Projection(torch.autograd.Function):
+class Project(torch.autograd.Function):
     """The numbers of queries and keys, differentiable, and their extents, which are not."""
 
     @staticmethod
@@ -147,7 +150,7 @@ class Projection(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        x, weight, bias, _ = inputs
+        (x, weight, bias), _ = unflatten(inputs, Projection, Choice)
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
         ctx.mark_non_differentiable(output[1])
@@ -156,7 +159,7 @@ class Projection(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple:
         x, weight = ctx.saved_tensors
         grad_bias = grad.sum((0, 2)) if ctx.has_bias else None
-        return grad.mT @ weight, (grad @ x).sum(0), grad_bias, None
+        return grad.mT @ weight, (grad @ x).sum(0), grad_bias, None, None
 
 
 class Layer(torch.autograd.Function):
@@ -175,7 +178,7 @@ class Layer(torch.autograd.Function):
         problem, choice = saved(ctx)
         if grad_out is None:
             return (None,) * (len(problem) + len(choice))
-        grads = layer_backward(grad_out, *problem, *choice)
+        grads = layer_backward(LayerOutputGradient(grad_out), problem, choice)
         of_biases = _bias_gradients(grad_out, problem)
         others = len(problem) + len(choice) - len(grads) - len(of_biases)
         return *grads, *of_biases, *(None,) * others
@@ -248,4 +251,4 @@ class LayerDoubleBackward(torch.autograd.Function):
 
 layer.differentiate_by(Layer)
 layer_backward.differentiate_by(LayerBackward)
-project.differentiate_by(Projection)
+project.differentiate_by(Project)

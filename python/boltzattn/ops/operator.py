@@ -6,7 +6,7 @@ backend are chosen inside the operator: a compiled graph holds one node for ever
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -14,75 +14,88 @@ import torch
 from torch import Tensor
 
 from boltzattn.dispatch.torch_modes import forward_mode_active, may_bypass_dispatcher
-from boltzattn.problem import TENSOR_FIELDS, OutputGradients, Saved
+from boltzattn.problem import TENSOR_FIELDS, OutputGradients, Saved, schema, unflatten
 
 library = torch.library.Library("boltzattn", "FRAGMENT")
+_KERNEL = "CompositeExplicitAutograd"  # the dispatch key of kernels for every device
 
 
-def needs_gradient(arguments: tuple[Any, ...]) -> bool:
+def needs_gradient(fields: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in arguments
+        isinstance(x, Tensor) and x.requires_grad for x in fields
     )
 
 
 class Operator:
-    """`torch.ops.boltzattn.<name>`. Calling this object takes the shortest way to the kernel."""
+    """`torch.ops.boltzattn.<name>`, called with tuples.
 
-    def __init__(self, schema: str, kernel: Callable, fake: Callable) -> None:
-        self.name = schema.partition("(")[0]
-        self.kernel = kernel
+    The operator that torch sees takes the fields of the tuples. Where nothing needs to see it, a
+    call goes to the kernel directly.
+    """
+
+    def __init__(
+        self, name: str, kinds: tuple[Any, ...], results: str, kernel: Callable, fake: Callable
+    ) -> None:
+        """`kernel` and `fake` take tuples of these kinds."""
+        self.kinds, self.kernel = kinds, kernel
+        self.name = name
         self.function: Any = None
         self.eager_function: Any = None
         self.forward_mode_function: Any = None
-        library.define(schema)
-        library.impl(self.name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"boltzattn::{self.name}", fake, lib=library)
-        self.overload = getattr(torch.ops.boltzattn, self.name).default
+        library.define(f"{name}({schema(*kinds)}) -> {results}")
+        library.impl(name, lambda *fields: kernel(*unflatten(fields, *kinds)), _KERNEL)
+        torch.library.register_fake(
+            f"boltzattn::{name}", lambda *fields: fake(*unflatten(fields, *kinds)), lib=library
+        )
+        self.overload = getattr(torch.ops.boltzattn, name).default
 
     def differentiate_by(
         self, function: type[torch.autograd.Function], jvp: Callable | None = None
     ) -> None:
-        """Make the operator differentiable; its arguments are those of `function.apply`.
+        """Make the operator differentiable; `function` takes the fields of the tuples.
 
         `jvp` computes tangents in forward mode; without it forward mode raises.
         """
         self.function = function
-        self.eager_function = _without_setup_context(function, self.kernel)
+        self.eager_function = _without_setup_context(function, self)
         self.forward_mode_function = with_jvp(function, jvp) if jvp else function
 
-        def autograd_kernel(*arguments: Any) -> Any:
+        def autograd_kernel(*fields: Any) -> Any:
             if forward_mode_active():
-                return self.forward_mode_function.apply(*arguments)
-            if needs_gradient(arguments):
-                return self.function.apply(*arguments)
+                return self.forward_mode_function.apply(*fields)
+            if needs_gradient(fields):
+                return self.function.apply(*fields)
             with torch._C._AutoDispatchBelowAutograd():
-                return self.overload(*arguments)
+                return self.overload(*fields)
 
         library.impl(self.name, autograd_kernel, "Autograd")
 
     def batch_by_vmap(self, results: int) -> None:
         """Let vmap add a leading dimension to every tensor; there are this many results."""
 
-        def rule(info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, Any]:
-            return self.overload(*batched(info, in_dims, arguments)), (0,) * results
+        def rule(info: Any, in_dims: tuple, *fields: Any) -> tuple[Any, Any]:
+            return self.overload(*batched(info, in_dims, fields)), (0,) * results
 
         torch.library.register_vmap(f"boltzattn::{self.name}", rule, lib=library)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *tuples: Any) -> Any:
+        fields = [x for one in tuples for x in one]
         if forward_mode_active():
-            return self.forward_mode_function.apply(*arguments)
-        if not needs_gradient(arguments):
-            return self.run(*arguments)
-        if may_bypass_dispatcher(arguments):
-            return self.eager_function.apply(*arguments)
-        return self.function.apply(*arguments)
-
-    def run(self, *arguments: Any) -> Any:
-        """The operator without its gradient: the `forward` of its autograd.Function."""
-        if may_bypass_dispatcher(arguments):
+            return self.forward_mode_function.apply(*fields)
+        bypass = may_bypass_dispatcher(fields)
+        if needs_gradient(fields):
+            return (self.eager_function if bypass else self.function).apply(*fields)
+        if bypass:
             with torch._C._AutoDispatchBelowAutograd():
-                return self.kernel(*arguments)
-        return self.overload(*arguments)
+                return self.kernel(*tuples)
+        return self.overload(*fields)
+
+    def run(self, *fields: Any) -> Any:
+        """The operator without its gradient: the `forward` of its autograd.Function."""
+        if may_bypass_dispatcher(fields):
+            with torch._C._AutoDispatchBelowAutograd():
+                return self.kernel(*unflatten(fields, *self.kinds))
+        return self.overload(*fields)
 
 
 def with_jvp(function: type[torch.autograd.Function], jvp: Callable) -> Any:
@@ -90,17 +103,17 @@ def with_jvp(function: type[torch.autograd.Function], jvp: Callable) -> Any:
     return type(function.__name__, (function,), {"jvp": staticmethod(jvp)})
 
 
-def _without_setup_context(function: Any, kernel: Callable) -> type[torch.autograd.Function]:
+def _without_setup_context(function: Any, operator: Operator) -> Any:
     """The same Function for plain eager mode.
 
     The separate `setup_context` is what torch.func asks for; it makes torch bind the arguments to
     the signature at every call, which takes as long as attention over a few tokens.
     """
 
-    def forward(ctx: Any, *arguments: Any) -> Any:
+    def forward(ctx: Any, *fields: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            results = kernel(*arguments)
-        function.setup_context(ctx, arguments, results)
+            results = operator.kernel(*unflatten(fields, *operator.kinds))
+        function.setup_context(ctx, fields, results)
         return results
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}

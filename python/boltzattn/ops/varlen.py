@@ -27,7 +27,6 @@ from boltzattn.problem import (
     Saved,
     Starts,
     accumulate_dtype,
-    schema,
     unflatten,
 )
 
@@ -99,8 +98,11 @@ def _rows_first(x: Tensor, width: int) -> Tensor:
     return x.new_empty(x.shape[-2], *x.shape[:-2], width).movedim(0, -2)
 
 
-def _forward(*arguments: Any) -> Saved:
-    problem, starts, choice = unflatten(arguments, Problem, Starts, Choice)
+def _new_gradients(problem: Problem) -> Gradients:
+    return Gradients(*(_rows_first(x, x.shape[-1]) for x in problem.inputs))
+
+
+def _forward(problem: Problem, starts: Starts, choice: Choice) -> Saved:
     sequences = Sequences(problem, starts, choice)
     dtype = problem.query.dtype
     if sequences.together and any(sequences.halved):
@@ -117,13 +119,12 @@ def _forward(*arguments: Any) -> Saved:
     return Saved(out, lse)
 
 
-def _backward(*arguments: Any) -> Gradients:
-    grads, results, problem, starts, choice = unflatten(
-        arguments, OutputGradients, Saved, Problem, Starts, Choice
-    )
+def _backward(
+    grads: OutputGradients, results: Saved, problem: Problem, starts: Starts, choice: Choice
+) -> Gradients:
     sequences = Sequences(problem, starts, choice)
     results = results._replace(lse=results.lse.contiguous())
-    found = _backward_fake(*arguments)
+    found = _new_gradients(problem)
     with without_autocast(problem.query.device.type):
         if sequences.together:
             _, backward = backends.kernels(sequences.backend, "varlen")
@@ -139,26 +140,28 @@ def _backward(*arguments: Any) -> Gradients:
     return found
 
 
-def _forward_fake(*arguments: Any) -> Saved:
-    problem, *_ = unflatten(arguments, Problem, Starts, Choice)
+def _forward_fake(problem: Problem, starts: Starts, choice: Choice) -> Saved:
     lse = problem.query.new_empty(problem.query.shape[:-1], dtype=torch.float64)
     return Saved(_rows_first(problem.query, problem.value.shape[-1]), lse)
 
 
-def _backward_fake(*arguments: Any) -> Gradients:
-    *_, problem, _, _ = unflatten(arguments, OutputGradients, Saved, Problem, Starts, Choice)
-    return Gradients(*(_rows_first(x, x.shape[-1]) for x in problem.inputs))
+def _backward_fake(
+    grads: OutputGradients, results: Saved, problem: Problem, starts: Starts, choice: Choice
+) -> Gradients:
+    return _new_gradients(problem)
 
 
 varlen = Operator(
-    f"attention_varlen({schema(Problem, Starts, Choice)}) -> (Tensor out, Tensor lse)",
+    "attention_varlen",
+    (Problem, Starts, Choice),
+    "(Tensor out, Tensor lse)",
     _forward,
     _forward_fake,
 )
 varlen_backward = Operator(
-    "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, "
-    f"{schema(Saved, Problem, Starts, Choice)}) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    "attention_varlen_backward",
+    (OutputGradients, Saved, Problem, Starts, Choice),
+    "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     _backward,
     _backward_fake,
 )
@@ -186,7 +189,7 @@ class VarlenAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = _differentiable_backward(grads, results, problem, starts, choice)
         else:
-            found = varlen_backward(*grads, *results, *problem, *starts, *choice)
+            found = varlen_backward(grads, results, problem, starts, choice)
         return *found, *(None,) * (arguments - len(found))
 
 
@@ -205,7 +208,7 @@ def _differentiable_backward(
     grads: OutputGradients, results: Saved, problem: Problem, starts: Starts, choice: Choice
 ) -> list[Tensor]:
     parts = [
-        attention_backward(*grads.rows(q), *results.rows(q), *problem.rows(q, k), *choice)
+        attention_backward(grads.rows(q), results.rows(q), problem.rows(q, k), choice)
         for q, k in Sequences(problem, starts, choice).rows
     ]
     if not parts:
