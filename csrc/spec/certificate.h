@@ -28,12 +28,11 @@ struct Ellipse {
   static constexpr int kBoxes = 4;
   BOLTZATTN_HD double edge(int box) const { return reach * cos_pi(box, 2 * kBoxes); }  // a
   BOLTZATTN_HD double cosine(int box) const {                                          // cos 2b
-    return cos_pi(2 * height * sin_pi(box + 1, 2 * kBoxes), kPi);
+    return cos_pi(2 / kPi * height * sin_pi(box + 1, 2 * kBoxes), 1);
   }
   // The largest value in a box, from exp(2a) and cos 2b.
   static BOLTZATTN_HD double highest_tanh(double up, double cosine) {
-    const double down = 1 / up;
-    return (up - down) / (up + down + 2 * (up > 1 ? cosine : 1));
+    return (up * up - 1) / (up * up + 1 + 2 * up * (up > 1 ? cosine : 1));
   }
 };
 

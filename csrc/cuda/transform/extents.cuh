@@ -6,6 +6,7 @@
 namespace boltzattn::cuda {
 
 constexpr int64_t kExtentChunk = 4096;  // tokens
+constexpr int kLayoutBlocks = 9;        // 56 registers: ptxas would spill to have fewer
 
 __device__ __forceinline__ void join(ExtentPart& a, const ExtentPart& b) {
   a.t_min = b.t_min < a.t_min ? b.t_min : a.t_min;
@@ -57,7 +58,8 @@ __global__ void __launch_bounds__(kThreads) transform_extents(const __grid_const
 }
 
 // One block per head: the layout, and the tables that depend on it only.
-__global__ void __launch_bounds__(kThreads) transform_layout(const __grid_constant__ Work work) {
+__global__ void __launch_bounds__(kThreads, kLayoutBlocks)
+    transform_layout(const __grid_constant__ Work work) {
   __shared__ ExtentPart part[kThreads];
   __shared__ HeadLayout head;
   const Call& call = work.g.call;
