@@ -111,7 +111,7 @@ def of_head(x: Any, head: int, batch: int) -> Any:
 def one_head(transform: Transform, head: int) -> Transform:
     problem = Problem(*(x[head] if isinstance(x, Tensor) else x for x in transform.problem))
     one = of_head(transform._replace(problem=None), head, len(problem.query))
-    heads = one.heads._replace(lead=lead_of(problem.query, 2))
+    heads = one.heads._replace(**lead_of(problem.query, 2)._asdict())
     return one._replace(problem=problem, heads=heads)
 
 
