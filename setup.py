@@ -225,7 +225,7 @@ def extensions_and_commands() -> tuple[list[Extension], dict]:
         Extension(
             "boltzattn._C",
             sources=sources("csrc/*.cpp", "csrc/cpu/*.cpp"),
-            depends=sources("csrc/*.h", "csrc/cpu/*.h"),
+            depends=sources("csrc/*.h", "csrc/spec/*.h", "csrc/cpu/**/*.h"),
             include_dirs=[str(ROOT / "csrc"), *pybind_include, *include_paths()],
             libraries=["torch_cpu"],
             **common,
@@ -235,7 +235,7 @@ def extensions_and_commands() -> tuple[list[Extension], dict]:
         print(f"boltzattn: no CUDA kernels: {no_toolkit}", file=sys.stderr, flush=True)
         return extensions, {"build_ext": BuildOrShout}
     cuda_sources = sources("csrc/cuda/*.cu")
-    cuda_headers = sources("csrc/*.h", "csrc/cpu/problem.h", "csrc/cuda/*.h", "csrc/cuda/*.cuh")
+    cuda_headers = sources("csrc/*.h", "csrc/spec/*.h", "csrc/cuda/**/*.h", "csrc/cuda/**/*.cuh")
     # The runtime is linked in, so the library loads, and says what is wrong, without a driver.
     toolkit_libraries = [folder for folder in ("lib64", "lib") if (toolkit / folder).exists()]
     common["library_dirs"] = [

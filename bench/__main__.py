@@ -1,4 +1,4 @@
-"""`python -m bench`: measure, print the table, write CSV and figures."""
+"""Measure the quick grid, or the full one; print tables, write a CSV and figures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     records = results.load(path) if options.full and path.exists() else []
     records = run(grid, here, records, path, measure.FULL if options.full else measure.QUICK)
     print(report.table(records))
-    print("\n" + report.target_table(records, measured_only=not options.full))
+    print("\n" + report.target_table(records, judge=options.full))
     figures = plot.figures(records, out, prefix="" if options.full else "quick-")
     print("\n" + "\n".join(f"wrote {p}" for p in [path, *figures]))
     return 0
@@ -54,7 +54,7 @@ def run(
     path: Path,
     effort: measure.Effort,
 ) -> Records:
-    """Measure what is not there yet; the CSV is whole after every case, or every group of them."""
+    """Measure what is missing in `records`; the CSV is complete after every case or group."""
     todo = [e for e in grid if not results.is_done(e, here, records, able(e))]
     cost = {e.case: measure.expected_seconds(e, able(e), effort) for e in todo}
     spent = dict.fromkeys(cost, 0.0)
@@ -73,48 +73,49 @@ def run(
             for case, rows in measure.measure(group, effort, cores, progress).items():
                 records = results.replace_case(records, [Record(here, case, row) for row in rows])
             results.save(path, records)
-    # In the order of the grid, whatever order they were measured in; others' rows stay out.
+    # In the order of the grid, without rows of other environments.
     order = {entry.case: i for i, entry in enumerate(grid)}
     mine = [r for r in records if r.environment == here and r.case in order]
     return sorted(mine, key=lambda r: order[r.case])
 
 
 def able(entry: Entry) -> list[str]:
-    """Providers that can serve the entry on this machine now."""
+    """The providers that can run the entry on this machine."""
     reasons = providers.taking_part(entry.case, entry.providers)
     return [name for name, reason in reasons.items() if reason is None]
 
 
 def only(grid: Iterable[Entry], pattern: str) -> Iterator[Entry]:
-    """Entries where `<case label> <provider>` matches for an able one; baselines stay in."""
+    """Entries with a provider for which `<case label> <provider>` matches, and their baselines."""
     for entry in grid:
-        names = providers.taking_part(entry.case, entry.providers)
-        able = [name for name, reason in names.items() if reason is None]
-        hits = [n for n in able if re.search(pattern, f"{entry.case.label} {n}")]
+        hits = [n for n in able(entry) if re.search(pattern, f"{entry.case.label} {n}")]
         if hits:
             kept = dict.fromkeys([*hits, *providers.BASELINES[entry.case.level], "clone"])
             yield replace(entry, providers=tuple(kept))
 
 
 def on_device(grid: Iterable[Entry], device: str) -> Iterator[Entry]:
-    """The grid for a device; CPU threads and pages of the system are axes of the CPU alone."""
+    """The grid on a device; only the CPU has the axes `threads` and `fresh_pages`."""
     for entry in grid:
         if device == "cpu" or not (entry.case.threads or entry.case.fresh_pages):
             yield replace(entry, case=replace(entry.case, device=device))
 
 
 def _devices(wanted: str) -> list[str]:
-    there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    return there if wanted == "all" else [wanted]
+    if wanted != "all":
+        return [wanted]
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--full", action="store_true", help="the whole grid, resumable")
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="directory of CSV, figures")
-    parser.add_argument("--only", metavar="REGEX", help="cases whose label or provider matches")
+    parser.add_argument("--full", action="store_true", help="measure the whole grid; resumable")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="output directory")
+    parser.add_argument(
+        "--only", metavar="REGEX", help="measure only matching cases: `LABEL PROVIDER`"
+    )
     parser.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
-    parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    parser.add_argument("--list", action="store_true", help="print the cases and exit")
     return parser
 
 

@@ -1,10 +1,9 @@
-"""Whether a result is good enough to have a speed.
+"""The accuracy check that a result must pass to get a speed-up.
 
-The rule is that of the tests. Against fp64 a result may be off by at most twice the error of eager
-torch in the same dtype on the same inputs, or by 4 ulp of the terms it is a sum of, whichever is
-larger; a method that certifies its error is held to its certificate instead of the 4 ulp. Eager's
-error is a draw from the distribution of roundings, so a result over the limit gets further eager
-runs that differ by their roundings alone.
+The rule is that of the tests. The error against fp64 may be twice the error of eager torch in the
+same dtype on the same inputs, or 4 ulp of the terms that are summed, whichever is larger; a method
+with a certificate may err by its certificate instead of the 4 ulp. The error of eager torch is
+random, so a result above the limit is compared with more eager runs that only round differently.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ CERTIFIED = {torch.float64: 1e-10, torch.float32: 5e-6}  # narrower formats: the
 
 
 def ulp(magnitude: float, dtype: torch.dtype) -> float:
-    """The distance of neighbouring numbers of `dtype` at this magnitude."""
+    """The distance between neighbouring numbers of `dtype` at this magnitude."""
     info = torch.finfo(dtype)
     return math.ldexp(info.eps, math.frexp(max(magnitude, info.smallest_normal))[1] - 1)
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Error of the tensor that comes nearest to its limit (or is farthest beyond it)."""
+    """The error of the tensor with the largest ratio of error to limit."""
 
     tensor: str
     max_error: float
@@ -45,7 +44,7 @@ class Accuracy:
 
 
 class Judge:
-    """Holds the fp64 truth of a problem and how far from it a result may be.
+    """The fp64 result of a problem, and how far a result may be from it.
 
     Errors and limits are relative to `unit`: max|value| for the output, else max|gradient|.
     """
@@ -63,7 +62,7 @@ class Judge:
         self._run_eager()
 
     def judge(self, result: Named, certified: bool = False) -> Accuracy:
-        """`result`: the full output, and gradients for `dout` zero outside the sample."""
+        """`result`: the full output, and gradients for a `dout` that is zero outside the sample."""
         errors = {name: self.error(name, x) for name, x in self.problem.picked(result).items()}
         while (worst := self._worst(errors, certified)).passed is False:
             if self.runs == EAGER_RUNS or math.isnan(worst.max_error):
@@ -72,7 +71,7 @@ class Judge:
         return worst
 
     def allowed(self, name: str, certified: bool = False) -> float:
-        """The largest error that `name` may have."""
+        """The largest error allowed for `name`."""
         magnitude, unit = self.magnitude[name], self.unit[name]
         floor = FLOOR_ULPS * ulp(magnitude, self.dtype)
         if certified:
@@ -100,14 +99,14 @@ class Judge:
             eager = self.dense(self.dtype, order)
             errors = {name: self.error(name, x)[0] for name, x in eager.items()}
         for name, error in errors.items():
-            if math.isfinite(error):  # where eager itself overflows it is no yardstick
+            if math.isfinite(error):  # if eager torch overflows, it says nothing about the limit
                 self.eager_error[name] = max(self.eager_error[name], error)
 
     def _eager_error_in_double(self, order: int) -> dict[str, float]:
-        """What fp32 does to numbers of the same kind, scaled by the ratio of the ulps.
+        """The error of eager fp32 on the same problem, scaled by the ratio of the ulps.
 
-        Eager fp64 *is* the truth here, so its own error cannot be seen; rounding errors are
-        proportional to the ulp. Half as much again, because the truth has that error as well.
+        The truth is eager fp64 itself, so the error of eager fp64 cannot be measured. The factor
+        1.5 accounts for the error of the truth.
         """
         if order == 0:
             self._single = Judge(make_problem(replace(self.problem.case, dtype="float32")))

@@ -1,8 +1,8 @@
 """A fresh process for every measurement.
 
-The server has imported torch but never run anything, and forks once per measurement. So nothing
-that one case leaves behind (caches, thread pools, allocator state, peak memory) meets the next,
-and a case that is killed for want of memory costs one row, not the run.
+A server imports torch, runs nothing, and forks once per measurement. So a case does not see the
+caches, thread pools, allocator state and peak memory of an earlier one, and a case that is killed
+for lack of memory costs one row, not the run.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    # The last is what torch.autograd.grad imports when it is first called.
+    # torch.autograd.grad imports the last module in its first call.
     ["torch", "boltzattn", "bench.measure", "torch.fx.experimental.symbolic_shapes"]
 )
 
 
 def shared_number(value: float) -> Any:
-    """A number that children share when it is among their arguments: read and set `.value`."""
-    return _context.RawValue("d", value)  # one child runs at a time: no lock is needed
+    """A number that children share if it is passed to them; read and set `.value`."""
+    return _context.RawValue("d", value)  # only one child runs at a time, so no lock is needed
 
 
 class ChildError(RuntimeError):
-    """The child raised, or died; the message says which."""
+    """The child raised or died; the message says which."""
 
 
 class Child:
-    """A process that runs a generator, step by step as it is asked to."""
+    """A process that runs a generator, one step for every call of `step`."""
 
     def __init__(self, function: Callable[..., Generator[Any, None, Any]], *arguments: Any) -> None:
-        """`function(*arguments)` begins with the first step; both must be picklable."""
+        """`function(*arguments)` makes the generator; both must be picklable."""
         self._pipe, theirs = _context.Pipe()
         self._process = _context.Process(target=_serve, args=(theirs, function, arguments))
         self._process.start()
         theirs.close()
 
     def step(self) -> tuple[bool, Any]:
-        """Run up to the next yield: (False, what it yields), or (True, what it returns)."""
+        """Run to the next yield: (False, yielded value), or (True, returned value)."""
         try:
             self._pipe.send(None)
             kind, answer = self._pipe.recv()
@@ -49,7 +49,7 @@ class Child:
             code = self._process.exitcode
             raise ChildError(f"the process died with exit code {code}") from None
         except BaseException:
-            self.stop()  # Ctrl-C: do not leave a measurement behind
+            self.stop()  # Ctrl-C must not leave a measurement running
             raise
         if kind != "yielded":
             self._process.join()
@@ -63,7 +63,7 @@ class Child:
 
 
 def run(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)` computed in a fresh process; both must be picklable."""
+    """Compute `function(*arguments)` in a fresh process; both must be picklable."""
     return Child(_at_once, function, arguments).step()[1]
 
 
@@ -83,6 +83,6 @@ def _serve(
     except StopIteration as end:
         pipe.send(("returned", end.value))
     except EOFError:
-        pass  # nobody is interested any more
+        pass  # the parent closed the pipe
     except Exception:
         pipe.send(("raised", traceback.format_exc().strip()))

@@ -1,4 +1,4 @@
-"""`python -m bench.compare A.csv B.csv`: do two runs on the same machine agree?"""
+"""Compare two runs on the same machine: which medians differ by more than 15%?"""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from bench import results
 from bench.results import Record, Records
 
-SHORTEST_S = 1e-3  # below, a row is as long as what disturbs it
+SHORTEST_S = 1e-3  # shorter calls are dominated by noise
 TOLERANCE = 0.15
 
 
 def pairs(first: Records, second: Records) -> list[tuple[Record, Record]]:
-    """Rows that both runs have measured and that take long enough to be compared."""
+    """Rows that both runs measured and that take long enough to compare."""
     known = {(r.case, r.row.provider): r for r in second if r.row.measured}
     found = [(r, known.get((r.case, r.row.provider))) for r in first if r.row.measured]
     both = [(a, b) for a, b in found if b is not None]
@@ -22,7 +22,7 @@ def pairs(first: Records, second: Records) -> list[tuple[Record, Record]]:
 
 
 def difference(first: Record, second: Record) -> float:
-    """By how much the slower median is above the other."""
+    """How much larger the larger median is, relative to the smaller one."""
     low, high = sorted((first.row.seconds, second.row.seconds))
     return high / low - 1
 

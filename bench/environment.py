@@ -1,4 +1,4 @@
-"""Which machine, which code, which versions: the identity of a measurement."""
+"""Machine, commit and versions: what identifies a measurement."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import torch
 from boltzattn.dispatch.extension import extension
 
 ROOT = Path(__file__).resolve().parent.parent
-# A change in any of these makes it another program; results and documents do not.
+# Uncommitted changes of these files are part of the commit's name; results and docs are not.
 SOURCES = ("python", "csrc", "triton_kernels", "setup.py", "bench/*.py")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What every row carries. Rows of equal environments may stand in one table."""
+    """Stored in every row. Only rows of equal environments are compared."""
 
     machine: str
     cpu: str
     cores: int
-    default_threads: int  # what a case with threads=0 runs on
+    default_threads: int  # used by cases with threads=0
     memory_gb: int
     gpu: str
     isa: str  # instruction set of our CPU kernels
@@ -67,18 +67,18 @@ def detect() -> Environment:
 
 
 def available_memory() -> int:
-    """Bytes that can be used without swapping."""
+    """Bytes that can be allocated without swapping."""
     return _meminfo("MemAvailable")
 
 
 @lru_cache(maxsize=1)
 def glibc_mallopt() -> Callable[[int, int], int] | None:
-    """Tells glibc what to do with freed memory; None where the allocator is another."""
+    """glibc's mallopt, which sets what happens to freed memory; None with another allocator."""
     try:
         libc = ctypes.CDLL(None)
-    except (OSError, TypeError):  # Windows has no such thing as None
+    except (OSError, TypeError):  # Windows
         return None
-    # Others may have a mallopt that does nothing.
+    # Other C libraries may have a mallopt that does nothing.
     return libc.mallopt if hasattr(libc, "gnu_get_libc_version") else None
 
 
@@ -93,7 +93,7 @@ def _cpu_model() -> str:
     if path.exists():
         facts = dict(re.findall(r"^([\w ]+?)\s*: (.+)$", path.read_text(), re.MULTILINE))
         if "model name" in facts:
-            # Virtual machines may hide the model's number in its name.
+            # On virtual machines the name may lack the model number.
             numbers = [f"{x} {facts[x]}" for x in ("cpu family", "model") if x in facts]
             return f"{facts['model name'].strip()} ({', '.join(numbers)})"
     return platform.processor() or platform.machine()
@@ -105,12 +105,12 @@ def _meminfo(field: str) -> int:
         match = re.search(rf"^{field}:\s*(\d+) kB", path.read_text(), re.MULTILINE)
         if match:
             return int(match[1]) * 1024
-    # Elsewhere (macOS) only the total is known; the caller halves it anyway.
+    # On macOS only the total is known; the caller halves it anyway.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _commit() -> str:
-    """Short hash, with a hash of the uncommitted changes of the sources if there are any."""
+    """Short hash, plus a hash of the uncommitted changes of the sources if there are any."""
     try:
         head = _git("rev-parse", "--short=9", "HEAD").strip()
         changes = _git("diff", "HEAD", "--", *SOURCES)

@@ -1,29 +1,19 @@
-"""Estimates for what was too slow to run: printed with a mark, never stored."""
+"""Estimates for rows that were too slow to run: printed with a mark, never stored."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from bench.cases import Case
 from bench.providers import BASELINES
 from bench.results import TOO_SLOW, Record, Records
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds for a case, extended from the largest n that was measured."""
+def estimate(records: Records, record: Record) -> float | None:
+    """Seconds of a row that was too slow, extrapolated from the largest n that was measured.
 
-    seconds: float
-    from_n: int
-    growth: int
-
-    def __str__(self) -> str:
-        power = {1: "n", 2: "n²"}[self.growth]
-        return f"extrapolated as {power} from n = {self.from_n:,}"
-
-
-def estimate(records: Records, record: Record) -> Estimate | None:
-    """For a row that was too slow; None for every other row or if nothing shorter was measured."""
+    None for other rows, and if nothing shorter was measured.
+    """
     if record.row.status != TOO_SLOW:
         return None
     shorter = [
@@ -38,13 +28,11 @@ def estimate(records: Records, record: Record) -> Estimate | None:
     if not shorter:
         return None
     longest = max(shorter, key=lambda r: r.case.n)
-    growth = record.row.growth
-    seconds = longest.row.seconds * (record.case.n / longest.case.n) ** growth
-    return Estimate(seconds, longest.case.n, growth)
+    return longest.row.seconds * (record.case.n / longest.case.n) ** record.row.growth
 
 
 def best_baseline(records: Records, case: Case) -> tuple[float, bool] | None:
-    """Seconds of the fastest baseline of a case, and whether that is an estimate."""
+    """Seconds of the fastest baseline of a case, and whether they are an estimate."""
     found = []
     for record in records:
         if record.case != case or record.row.provider not in BASELINES[case.level]:
@@ -52,5 +40,5 @@ def best_baseline(records: Records, case: Case) -> tuple[float, bool] | None:
         if record.row.measured:
             found.append((record.row.seconds, False))
         elif guess := estimate(records, record):
-            found.append((guess.seconds, True))
+            found.append((guess, True))
     return min(found) if found else None

@@ -1,4 +1,4 @@
-"""One function that measures a case: time, accuracy, memory, all providers in turn."""
+"""Measure time, accuracy and memory of all providers of a case."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bench.problems import LayerProblem, Problem, make_problem
 from bench.providers import Bound, Provider
 from bench.results import FAILED, MEASURED, SKIPPED, TOO_LARGE, TOO_SLOW, Row, fill_ratios
 
-PROBE_N = 2048  # large enough to be quadratic, small enough to cost nothing
+PROBE_N = 2048  # large enough for quadratic growth, small enough to be cheap
 MB = 2**20
 
 
@@ -34,9 +34,9 @@ MB = 2**20
 class Effort:
     """How long to measure.
 
-    A sample is the fastest of the calls that fit into `sample_s`, but at least 2: what else the
-    machine does can only add time. A provider gets samples until its share is used up, but at least
-    `least_samples`. A sample of a long call is that call: what disturbs it averages out within.
+    A sample is the fastest of the calls that fit into `sample_s`, of at least 2 calls: other load
+    on the machine can only add time. A call longer than `long_call_s` is a sample of its own. A
+    provider gets samples until `seconds_per_provider` is used up, and at least `least_samples`.
     """
 
     seconds_per_provider: float
@@ -45,14 +45,14 @@ class Effort:
     least_samples: int = 3
     long_call_s: float = 1.0
     least_long_samples: int = 2
-    waiting_s: float = 0.0  # lost at most while the cores are apart, by one call of `measure`
-    together: bool = False  # cases take turns, too, else one comes after the other
+    waiting_s: float = 0.0  # how long one call of `measure` may wait for the cores
+    together: bool = False  # whether cases take turns; otherwise they run one after the other
 
     def repeats(self, call_s: float) -> int:
         return 1 if call_s > self.long_call_s else max(2, math.ceil(self.sample_s / call_s))
 
     def done(self, samples: int, spent: float, call_s: float) -> float:
-        """How much of a provider's share is measured; 1: all of it."""
+        """How much of a provider's share is measured; 1 is all of it."""
         least = self.least_long_samples if call_s > self.long_call_s else self.least_samples
         return min(spent / max(self.seconds_per_provider, 1e-9), samples / least)
 
@@ -75,12 +75,12 @@ def measure(
     cores: Cores,
     progress: Callable[[Entry, float], None],
 ) -> dict[Case, list[Row]]:
-    """All rows of some cases, those of providers that cannot take part included.
+    """All rows of some cases, including those of providers that cannot run them.
 
-    Timing happens in one fresh process per case, where providers take turns, so that noise hits
-    them alike; and so do these processes, so that a slow minute is a few samples of every row
-    rather than all samples of a few. Memory is measured in one fresh process for each provider.
-    `progress(entry, how much of it is done)` is called from time to time.
+    Each case is timed in a fresh process, in which the providers take turns, so that noise affects
+    all of them alike. The processes take turns too: a slow minute then costs a few samples of every
+    row instead of all samples of a few rows. Memory is measured in a fresh process per provider.
+    `progress(entry, share that is done)` is called after every step.
     """
     rows = {entry.case: _candidates(entry) for entry in entries}
     cores.allow(effort.waiting_s)
@@ -98,7 +98,7 @@ def measure(
     done = dict.fromkeys(entries, -1.0)  # not begun
     try:
         while done:
-            entry = min(done, key=done.__getitem__)  # who has least, so that all end together
+            entry = min(done, key=done.__getitem__)  # the least advanced: all end together
             try:
                 finished, answer = children[entry].step()
             except child.ChildError as error:
@@ -124,12 +124,12 @@ def measure(
 
 def _fill_memory(case: Case, row: Row) -> None:
     if row.measured and row.kind != "yardstick":
-        with contextlib.suppress(child.ChildError):  # leaves the cells empty
+        with contextlib.suppress(child.ChildError):  # the cells stay empty
             row.peak_mb, row.extra_mb = child.run(_memory, case, row.provider)
 
 
 def _candidates(entry: Entry) -> list[Row]:
-    """A row for every provider; those that cannot take part have a status already."""
+    """A row for every provider; those that cannot run the case already have a status."""
     case, rows = entry.case, []
     for name, reason in providers.taking_part(case, entry.providers).items():
         provider = providers.table()[name]
@@ -145,13 +145,13 @@ def _candidates(entry: Entry) -> list[Row]:
 def _time_in_turns(
     case: Case, rows: list[Row], effort: Effort, limit: float, cores: Cores
 ) -> Generator[float, None, list[Row]]:
-    """Fill in time and accuracy. Runs in a child; yields how much is done after every round."""
+    """Fill in time and accuracy. Runs in a child; yields the share that is done every round."""
     settle_allocator(case.fresh_pages)
     if case.threads:
         torch.set_num_threads(case.threads)
     seconds = cuda_seconds if case.device == "cuda" else cores.watch(cpu_seconds)
     problem = make_problem(case)
-    judges: dict[int, Judge] = {}  # by the weights of a layer, which its provider may choose
+    judges: dict[int, Judge] = {}  # by weights: a provider of a layer may have its own
     calls: dict[str, Callable[[], object]] = {}
     least = problem.least_bytes()
     for row in rows:
@@ -195,12 +195,12 @@ def take_turns(
 ) -> Generator[float, None, dict[str, list[float]]]:
     """Seconds per call of each, sampled in rounds whose order rotates.
 
-    Yields how much is done after every round.
+    Yields the share that is done after every round.
     """
     fastest, samples, spent = {}, {}, {}
     for name, call in calls.items():
         [fastest[name]] = seconds(call, 1)
-        # A long call needs no warm-up beyond that of the accuracy check.
+        # The accuracy check has warmed up a long call.
         samples[name] = [fastest[name]] if effort.repeats(fastest[name]) == 1 else []
         spent[name] = sum(samples[name])
     turn = 0
@@ -220,7 +220,7 @@ def take_turns(
 
 
 def fill_times(row: Row, samples: Sequence[float], case: Case) -> None:
-    """Median, interquartile spread and throughput."""
+    """Fill in median, interquartile range and throughput."""
     median = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
     row.status, row.samples = MEASURED, len(samples)
@@ -230,7 +230,7 @@ def fill_times(row: Row, samples: Sequence[float], case: Case) -> None:
 
 
 def predict(provider: Provider, case: Case, seconds: StopWatch) -> float:
-    """Seconds that one call should take, from a call at PROBE_N; 0 for cases not longer than it."""
+    """Expected seconds of one call, from a call at PROBE_N; 0 for cases that are not longer."""
     if case.n <= PROBE_N:
         return 0.0
     problem = make_problem(replace(case, n=PROBE_N))
@@ -240,7 +240,7 @@ def predict(provider: Provider, case: Case, seconds: StopWatch) -> float:
 
 
 def timed_call(problem: Problem, bound: Bound) -> Callable[[], object]:
-    """What is timed: forward, backward alone on a kept graph, or both."""
+    """The function to time: forward, backward on a retained graph, or both."""
     passes, leaves, forward = problem.case.passes, bound.leaves, bound.forward
     if passes == "forward" or not leaves:
 
@@ -263,7 +263,7 @@ def timed_call(problem: Problem, bound: Bound) -> Callable[[], object]:
 
 
 def result_for_check(problem: Problem, bound: Bound) -> dict[str, Tensor]:
-    """The full output, and gradients of a loss that sees the sampled rows only."""
+    """The full output, and the gradients of a loss on the sampled rows."""
     if not problem.case.backward:
         with torch.no_grad():
             return {"out": bound.forward()}
@@ -287,7 +287,7 @@ def cpu_seconds(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def cuda_seconds(call: Callable[[], object], repeats: int) -> list[float]:
-    """Time on the device between two events, with the L2 cache flushed before each call."""
+    """Device time between two events, with the L2 cache flushed before each call."""
     flush = torch.empty(256 * MB, dtype=torch.int8, device="cuda")
     took = []
     for _ in range(repeats):
@@ -302,12 +302,11 @@ def cuda_seconds(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def settle_allocator(fresh_pages: bool) -> None:
-    """Decide what becomes of freed memory, so that rows do not depend on the order of calls.
+    """Set what glibc does with freed memory, so that rows do not depend on the order of calls.
 
-    Reused, as by every allocator that keeps what it has, the one for GPUs among them: then time is
-    what the provider does, not what the system needs to find and zero pages. Or, with
-    `fresh_pages`, given back from 32 MB on: glibc's allocator left to itself ends up there.
-    Other allocators are left alone.
+    By default it keeps freed memory and uses it again, as caching allocators do, so that the time
+    does not include zeroing pages. With `fresh_pages` it returns blocks of 32 MB or more to the
+    system, which is what its default settings lead to. Other allocators are not changed.
     """
     mallopt = glibc_mallopt()
     if mallopt is None:
@@ -319,7 +318,7 @@ def settle_allocator(fresh_pages: bool) -> None:
     else:
         mallopt(mmap_max, 0)
         mallopt(trim_threshold, -1)  # never
-        mallopt(arena_max, 1)  # only the main heap can grow without mmap
+        mallopt(arena_max, 1)  # only the main heap grows without mmap
 
 
 @contextlib.contextmanager
@@ -332,7 +331,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _memory(case: Case, name: str) -> tuple[float, float]:
-    """Peak MB of one call above its inputs, and that without its results. Runs in a child."""
+    """Peak MB of one call above its inputs, and above inputs and results. Runs in a child."""
     if case.threads:
         torch.set_num_threads(case.threads)
     provider = providers.table()[name]
@@ -366,7 +365,7 @@ def _results(problem: Problem, bound: Bound) -> list[Tensor]:
 
 
 def resident_bytes() -> int:
-    """Memory held now, with the peak forgotten where the kernel lets us."""
+    """Resident memory; also resets the kernel's peak counter where that is allowed."""
     gc.collect()
     statm = Path("/proc/self/statm")
     if not statm.exists():
@@ -379,7 +378,7 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """Largest resident size so far, kept by the kernel: nothing is missed between samples."""
+    """Peak resident memory, as recorded by the kernel."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():
@@ -394,7 +393,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def expected_seconds(entry: Entry, able: Sequence[str], effort: Effort) -> float:
-    """A rough guess for the progress bar; it corrects itself by the time really spent."""
+    """A rough guess for the progress bar."""
     case, longest = entry.case, effort.longest_call_s * entry.longest_factor
     pairs = case.batch * case.heads * case.n**2 * (3 if case.backward else 1)
     total = 1.0

@@ -1,4 +1,4 @@
-"""Figures and README tables from the CSV alone: `python -m bench.plot bench/results/X.csv`."""
+"""Draw the figures and write `tables.md` from a CSV of a full run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from bench import report, results
-from bench.cases import Case
+from bench.cases import PASS_NAMES, Case
 from bench.results import Record, Records
 
-# Okabe and Ito's colours, told apart with every common colour blindness; markers tell twice.
+# Okabe and Ito's colours, safe for colour-blind readers; markers differ as well.
 STYLE = {
     "naive": ("#CC79A7", "s"),
     "sdpa": ("#E69F00", "^"),
@@ -39,29 +39,30 @@ THEMES = {
     "light": {"paper": "#ffffff", "ink": "#24292f", "grid": "#d8dee4"},
     "dark": {"paper": "#0d1117", "ink": "#e6edf3", "grid": "#30363d"},
 }
-PASS_TITLES = {"forward": "forward", "both": "forward + backward", "backward": "backward"}
+SHOWN = "one head, dv = 64, fp32"
+HOLLOW = "hollow: approximate, or error above the limit"
 
 
 @dataclass
 class Series:
-    """One line of the scaling figure."""
+    """One curve of the scaling figure."""
 
     name: str
     n: list[int]
     seconds: list[float]
-    exact: list[bool]  # False: an approximation, or failed its accuracy check
+    exact: list[bool]  # False: an approximation, or failed the accuracy check
     growth: int
 
     @property
     def slope(self) -> float | None:
-        """Power of n over the last three lengths; None for fewer than two."""
+        """The exponent of n over the last three lengths; None for fewer than two."""
         if len(self.n) < 2:
             return None
         return float(np.polyfit(np.log(self.n[-3:]), np.log(self.seconds[-3:]), 1)[0])
 
 
 def figures(records: Records, out: Path, prefix: str = "") -> list[Path]:
-    """Draw what the records allow, in both themes; returns the files written."""
+    """Draw what the records allow in both themes; return the files written."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for theme in THEMES:
@@ -76,7 +77,7 @@ def figures(records: Records, out: Path, prefix: str = "") -> list[Path]:
 
 
 def scaling_series(records: Records, passes: str) -> list[Series]:
-    """Time against n at one head, dv 64, fp32: rank 1, and the direct method also at rank 8."""
+    """Time against n for one head, dv 64, fp32, rank 1; the direct method also at rank 8."""
     found: dict[str, list[Record]] = {}
     for record in records:
         rank = record.case.rank
@@ -100,7 +101,7 @@ def scaling_series(records: Records, passes: str) -> list[Series]:
 
 
 def scaling(records: Records, theme: str) -> Figure | None:
-    """Log-log time against n; dashed where extrapolated; slopes beside the names."""
+    """Time against n, with the exponents beside the names; dashed where extrapolated."""
     panels = {p: scaling_series(records, p) for p in ("forward", "both")}
     panels = {p: series for p, series in panels.items() if series}
     if not panels:
@@ -110,14 +111,9 @@ def scaling(records: Records, theme: str) -> Figure | None:
         axes = figure.subplots(1, len(panels), squeeze=False)
         for axis, (passes, series) in zip(axes[0], panels.items(), strict=True):
             _draw_scaling(axis, series, THEMES[theme])
-            axis.set_title(PASS_TITLES[passes], loc="left", fontweight="bold")
-        axes[0, 0].set_ylabel("time of one call")
-        _caption(
-            figure,
-            records,
-            "rank 1 unless named, one head, dv = 64, fp32; "
-            "dashed: extrapolated; hollow: approximate or beyond the error allowed",
-        )
+            axis.set_title(PASS_NAMES[passes], loc="left", fontweight="bold")
+        axes[0, 0].set_ylabel("time per call")
+        _caption(figure, records, f"{SHOWN}, rank 1 unless noted; dashed: extrapolated; {HOLLOW}")
     return figure
 
 
@@ -159,7 +155,7 @@ def _draw_scaling(axis: Axes, series: Sequence[Series], theme: dict[str, str]) -
 
 
 def _labels_beside(axis: Axes, ends: list[tuple[float, str, str, bool]]) -> None:
-    """Names at the right end of the lines, pushed apart until none overlap."""
+    """Names at the right ends of the curves, moved apart so that they do not overlap."""
     low, high = np.log(axis.get_ylim())
     places = sorted(((np.log(y) - low) / (high - low), *rest) for y, *rest in ends)
     heights = spread_out([place[0] for place in places], gap=0.05)
@@ -178,7 +174,7 @@ def _labels_beside(axis: Axes, ends: list[tuple[float, str, str, bool]]) -> None
 
 
 def spread_out(heights: Sequence[float], gap: float) -> list[float]:
-    """Rising heights moved as little as one sweep up and one down allow, to `gap` apart below 1."""
+    """Increasing heights, moved in one sweep up and one down to be `gap` apart and at most 1."""
     apart = list(heights)
     for i in range(1, len(apart)):
         apart[i] = max(apart[i], apart[i - 1] + gap)
@@ -190,7 +186,7 @@ def spread_out(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def accuracy(records: Records, theme: str) -> Figure | None:
-    """Error against time at one n, a panel for each pass: left is faster, down is better."""
+    """Error against time at n = 4,096, a panel for each pass."""
     panels = {}
     for passes in ("forward", "both"):
         case = Case(4096, passes=passes)
@@ -222,24 +218,19 @@ def accuracy(records: Records, theme: str) -> Figure | None:
                 )
             _whole_decades(axis, [r.row.seconds for r in rows], [r.row.max_error for r in rows])
             _time_axis(axis.xaxis)
-            axis.set_xlabel("time of one call")
-            axis.set_title(PASS_TITLES[passes], loc="left", fontweight="bold")
+            axis.set_xlabel("time per call")
+            axis.set_title(PASS_NAMES[passes], loc="left", fontweight="bold")
             axis.grid(True, which="major", color=THEMES[theme]["grid"], linewidth=0.6)
         axes[0, 0].set_ylabel("largest error against fp64")
         figure.legend(
             shown.values(), shown.keys(), loc="outside right center", frameon=False, fontsize=9.5
         )
-        _caption(
-            figure,
-            records,
-            "n = 4,096, rank 1, one head, dv = 64, fp32; left and down is better; "
-            "hollow: approximate or beyond the error allowed",
-        )
+        _caption(figure, records, f"{SHOWN}, rank 1, n = 4,096; lower left is better; {HOLLOW}")
     return figure
 
 
 def _whole_decades(axis: Axes, x: Sequence[float], y: Sequence[float]) -> None:
-    """Log axes that end at powers of ten, so that there are labels to read."""
+    """Log axes that end at powers of ten, so that they have labels."""
     axis.set_xscale("log")
     axis.set_yscale("log")
     for values, set_limits in ((x, axis.set_xlim), (y, axis.set_ylim)):
@@ -249,7 +240,7 @@ def _whole_decades(axis: Axes, x: Sequence[float], y: Sequence[float]) -> None:
 
 
 def speedup_table(records: Records, passes: str) -> str:
-    """Markdown: time over n, and how many times faster than the faster SDPA; `~` extrapolated."""
+    """Markdown: time for every n, with the speed-up over the faster SDPA; `~` extrapolated."""
     section = [
         r for r in records if replace(r.case, n=1) == Case(1, passes=passes, device=r.case.device)
     ]
@@ -263,11 +254,11 @@ def speedup_table(records: Records, passes: str) -> str:
 
 
 def tables(records: Records) -> str:
-    """Everything the README quotes, with where it was measured."""
+    """The tables that the README quotes, and the machine they were measured on."""
     blocks = [f"{records[0].environment}; `make bench-full`"]
     for passes in ("forward", "both"):
         blocks.append(
-            f"{PASS_TITLES[passes]}, rank 1, one head, dv = 64, fp32\n\n"
+            f"{PASS_NAMES[passes]}, rank 1, one head, dv = 64, fp32\n\n"
             + speedup_table(records, passes)
         )
     blocks.append("```\n" + report.target_table(records) + "\n```")
@@ -279,14 +270,14 @@ def _cell(records: Records, record: Record | None) -> str:
         return ""
     if not record.row.measured:
         guess = report.estimate(records, record)
-        return f"~{report.seconds(guess.seconds)}" if guess else "-"
+        return f"~{report.seconds(guess)}" if guess else "-"
     ratio = report.speedup(records, record)
     ratio = {"": "", "-": " (inaccurate)"}.get(ratio, f" ({ratio})")
     return report.seconds(record.row.seconds) + ratio
 
 
 def _plain(provider: str) -> str:
-    """`boltzattn direct (cpu)` is `boltzattn direct` in a figure of one device."""
+    """`boltzattn direct (cpu)` without the backend, which is the same for the whole figure."""
     return provider.split(" (")[0]
 
 
@@ -304,9 +295,9 @@ def _time_axis(axis: mpl.axis.Axis) -> None:
 
 
 def _round_seconds(value: float) -> str:
-    """Powers of ten as people say them."""
-    for unit, factor in (("h", 1 / 3600), ("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if value * factor >= 0.999 and unit != "h":
+    """A power of ten with a unit."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if value * factor >= 0.999:
             return f"{value * factor:,.0f} {unit}"
     return f"{value * 1e9:.0f} ns"
 
@@ -341,7 +332,7 @@ def _themed(theme: str) -> contextlib.AbstractContextManager[None]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__)
     parser.add_argument("csv", type=Path)
-    parser.add_argument("--out", type=Path, help="directory; default: beside the CSV")
+    parser.add_argument("--out", type=Path, help="output directory; default: that of the CSV")
     options = parser.parse_args(arguments)
     records = results.load(options.csv)
     out = options.out or options.csv.parent

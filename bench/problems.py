@@ -1,9 +1,8 @@
-"""The inputs of a case, and what their result should be.
+"""The inputs of a case, and the correct result.
 
-A benchmark at n = 1,000,000 cannot afford the dense answer for every query, so accuracy is judged
-on a sample of queries: the output is compared there, and gradients are those of a loss that sees
-only these rows, which makes the dense answer O(sample * n) for dk and dv too. Up to SAMPLE_PAIRS
-query-key pairs the sample is everything.
+The dense result for every query is too expensive at n = 1,000,000, so accuracy is checked on a
+sample of the queries: their outputs, and the gradients of a loss on these rows, which makes the
+dense result O(sample * n) for dk and dv too. Up to SAMPLE_PAIRS pairs the sample is everything.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from bench.cases import Case
 
-# 2^24 pairs are 128 MB in fp64: one second of oracle, no need for blocks.
+# 2^24 pairs are 128 MB in fp64 and take about a second.
 SAMPLE_PAIRS = 2**24
 
 Named = dict[str, Tensor]
@@ -26,14 +25,14 @@ Problem = Union["AttentionProblem", "LayerProblem"]
 
 
 def make_problem(case: Case) -> Problem:
-    """The problem of a case; equal cases give equal numbers."""
+    """The problem of a case; equal cases have equal inputs."""
     return AttentionProblem(case) if case.level == "attention" else LayerProblem(case)
 
 
 class AttentionProblem:
     """query, key `[batch, heads, n, rank]`, value `[batch, heads, n, dv]`, standard normal."""
 
-    checked = ("dq", "dk", "dv")  # the gradients compared with the oracle, in the order of leaves
+    checked = ("dq", "dk", "dv")  # the gradients that are checked, in the order of the leaves
 
     def __init__(self, case: Case) -> None:
         draw = _Draw(case)
@@ -51,7 +50,7 @@ class AttentionProblem:
         self.rows = _sample_rows(self.query.detach()[0, 0], case)
 
     def least_bytes(self) -> int:
-        """Inputs read once and results written once: no exact method moves less."""
+        """Inputs read once and results written once: the least that any exact method moves."""
         inputs = sum(x.nbytes for x in self.leaves)
         out = self.value.nbytes
         forward, backward = inputs + out, inputs + out + inputs
@@ -60,7 +59,7 @@ class AttentionProblem:
         ]
 
     def dense(self, dtype: torch.dtype, order: int = 0) -> Named:
-        """Materialised softmax on the sampled rows, computed in `dtype`; gradients if asked for."""
+        """Dense softmax attention of the sampled rows in `dtype`, with gradients if needed."""
         query, key, value = (
             x.detach().to(dtype).requires_grad_(self.case.backward)
             for x in (self.query[..., self.rows, :], self.key, self.value)
@@ -86,10 +85,10 @@ class AttentionProblem:
         return (self.value if name == "out" else exact).detach().abs().max().item()
 
     def magnitudes(self) -> dict[str, float]:
-        """How large the terms are whose sums the results are: what roundings are proportional to.
+        """The size of the terms that are summed; rounding errors are proportional to it.
 
-        For gradients they may be far larger than the gradient, because `dP - D` cancels while the
-        roundings of dP and D do not.
+        The terms of a gradient may be far larger than the gradient, because `dP - D` cancels and
+        the rounding errors of dP and D do not.
         """
         query, key, value = (
             x.detach().double() for x in (self.query[..., self.rows, :], self.key, self.value)
@@ -132,7 +131,7 @@ class LayerProblem:
         self.case = case
         self.x = draw(case.batch, case.n, case.dim).requires_grad_(case.backward)
         self.dout = draw(case.batch, case.n, case.dim) if case.backward else None
-        # Scaled so that queries, keys and values are standard normal again.
+        # Scaled so that queries, keys and values are standard normal.
         self.low_rank = self._weights(draw, case.rank)
         self.full_rank = self._weights(draw, case.dv) if case.level == "module" else None
         self.bulk = self.x
@@ -149,14 +148,14 @@ class LayerProblem:
         return Weights(**{name: x.requires_grad_(case.backward) for name, x in made.items()})
 
     def least_bytes(self) -> int:
-        """x read and the result written once, weights left out; backward also reads dout."""
+        """x read and the result written once, without weights; backward also reads dout."""
         forward, backward = 2 * self.x.nbytes, 3 * self.x.nbytes
         return {"forward": forward, "backward": backward, "both": forward + backward}[
             self.case.passes
         ]
 
     def dense(self, dtype: torch.dtype, order: int = 0, weights: Weights | None = None) -> Named:
-        """The layer on the sampled rows, computed in `dtype`; the gradient of x if asked for."""
+        """The layer on the sampled rows in `dtype`, with the gradient of x if needed."""
         given = self.low_rank if weights is None else weights
         w = Weights(
             **{k: None if t is None else t.detach().to(dtype) for k, t in vars(given).items()}
@@ -188,7 +187,7 @@ class LayerProblem:
         return exact.abs().max().item()
 
     def magnitudes(self) -> dict[str, float]:
-        return {}  # a layer's results are their own measure
+        return {}  # the results themselves set the scale
 
 
 def dense_rows(
@@ -200,12 +199,12 @@ def dense_rows(
     causal: bool,
     order: int = 0,
 ) -> Tensor:
-    """Softmax attention of the queries at positions `rows`, every weight in memory.
+    """Dense softmax attention of the queries at positions `rows`.
 
     Args:
         query: `[..., len(rows), rank]`; key: `[..., n, rank]`; value: `[..., n, dv]`.
-        order: 0 is the plain formula; any other number is the same with other roundings: queries
-            and keys permuted, the scale divided unevenly between them.
+        order: 0 is the plain formula; any other number gives the same result with different
+            rounding errors, from permuted queries and keys and a divided scale.
     """
     if not order:
         return dense_weights(query, key, scale, rows, causal) @ value
@@ -232,7 +231,7 @@ def dense_weights(
     causal: bool,
     columns: Tensor | None = None,
 ) -> Tensor:
-    """The softmax weights `[..., len(rows), n]`; keys stand at positions `columns`, if given."""
+    """The softmax weights `[..., len(rows), n]`, for keys at positions `columns` if given."""
     logits = query @ key.mT * scale
     if causal:
         if columns is None:
@@ -253,7 +252,7 @@ class _Draw:
 
 
 def _sample_rows(query: Tensor, case: Case) -> Tensor:
-    """Positions of the sampled queries: evenly spaced in |q|, so the sharpest is among them."""
+    """Positions of the sampled queries: evenly spaced by |q|, including the largest."""
     count = max(16, SAMPLE_PAIRS // (case.batch * case.heads * case.n))
     if count >= case.n:
         return torch.arange(case.n, device=query.device)

@@ -1,4 +1,4 @@
-"""Who computes it: one table of functions, with what each can serve and why not the rest."""
+"""The implementations that are compared: one table, with what each of them cannot run and why."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ REFERENCE = "(reference)"
 
 @dataclass
 class Bound:
-    """A provider tied to one problem. No leaves: there is nothing to differentiate."""
+    """A provider bound to one problem. Without leaves there is nothing to differentiate."""
 
     forward: Callable[[], Tensor]
     leaves: Sequence[Tensor] = ()
-    weights: Weights | None = None  # of a layer that does not use the problem's low-rank ones
+    weights: Weights | None = None  # of a layer, if they are not the low-rank ones
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Provider:
     """One row of the table.
 
     Attributes:
-        kind: "exact" (held to the error rule), "approximate" (its error is shown, no speed-up is)
-            or "yardstick" (computes something else; no accuracy).
-        growth: time grows like n ** growth; 2 makes the harness probe before it starts a long n.
-        matrices: how many n x n matrices are alive at once, for the guard against swapping.
-        certified: approximates and certifies its error, to which it is held.
-        compiles: compiles for each shape, so memory is taken after a call of the same shape.
+        kind: "exact" (must pass the accuracy check), "approximate" (its error is shown, but no
+            speed-up) or "yardstick" (computes something else and has no error).
+        growth: time grows as n ** growth; with 2, a short run predicts the time of a long one.
+        matrices: number of n x n matrices in memory at once, to avoid swapping.
+        certified: has an error certificate, and is checked against it.
+        compiles: compiles for each shape, so memory is measured in the second call.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Provider:
     compiles: bool = False
 
 
-# The faster of these is what speed-ups are relative to.
+# Speed-ups are relative to the fastest of these.
 BASELINES = {
     "attention": ("sdpa", "sdpa padded"),
     "layer": ("linear",),
@@ -65,7 +65,7 @@ BASELINES = {
 
 @lru_cache(maxsize=1)
 def table() -> dict[str, Provider]:
-    """Every provider by name, in the order of reports."""
+    """Every provider by name, in the order of the tables."""
     attention, layer, module = ("attention",), ("layer",), ("module",)
     everywhere = attention + layer + module
     exact, approximate, yardstick = "exact", "approximate", "yardstick"
@@ -77,8 +77,6 @@ def table() -> dict[str, Provider]:
         Provider("sdpa padded", attention, exact, 2, _sdpa_padded, _nothing_to_pad),
         Provider("flex compiled", attention, exact, 2, _flex, _flex_why_not, compiles=True),
         Provider("pykeops", attention, exact, 2, _pykeops, _pykeops_why_not, compiles=True),
-        Provider("flash-attn", attention, exact, 2, _flash_attn, partial(_gpu_half, "flash_attn")),
-        Provider("xformers", attention, exact, 2, _xformers, partial(_gpu_half, "xformers")),
         Provider("nystrom", attention, approximate, 1, _nystrom, _nystrom_why_not),
         Provider("performer", attention, approximate, 1, _performer, _performer_why_not),
         *_boltzattn_attention(),
@@ -107,17 +105,16 @@ def table() -> dict[str, Provider]:
 
 
 def taking_part(case: Case, wanted: Sequence[str] = ()) -> dict[str, Reason]:
-    """Providers of the case's level among those wanted (see `Entry`): None, or why not.
+    """For the wanted providers of the case's level (see `Entry`): None, or why they cannot run.
 
-    The reference backend is the oracle, not a contender: it stands in only where no compiled
-    backend serves the method.
+    The reference backend is slow by design and runs only if no other backend has the method.
     """
-    beginnings = tuple(name for name in wanted if name not in table())
+    prefixes = tuple(name for name in wanted if name not in table())
     reasons = {
         provider.name: _no_such_pages(case) or provider.why_not(case)
         for provider in table().values()
         if case.level in provider.levels
-        and (not wanted or provider.name in wanted or provider.name.startswith(beginnings))
+        and (not wanted or provider.name in wanted or provider.name.startswith(prefixes))
     }
     served = {
         name.split(" (")[0] for name, r in reasons.items() if r is None and REFERENCE not in name
@@ -131,7 +128,7 @@ def taking_part(case: Case, wanted: Sequence[str] = ()) -> dict[str, Reason]:
 
 def _no_such_pages(case: Case) -> Reason:
     if case.fresh_pages and glibc_mallopt() is None:
-        return "only glibc's allocator can be told to hand out fresh pages"
+        return "needs glibc's allocator"
     return None
 
 
@@ -165,7 +162,7 @@ def _sdpa(problem: AttentionProblem) -> Bound:
 def _sdpa_matrices(case: Case) -> int:
     if case.rank == case.dv or case.device == "cuda":
         return 0
-    return 5 if case.backward else 3  # unequal widths take the materialising path on the CPU
+    return 5 if case.backward else 3  # unequal widths use the dense path on the CPU
 
 
 def _sdpa_padded(problem: AttentionProblem) -> Bound:
@@ -184,7 +181,7 @@ def _sdpa_padded(problem: AttentionProblem) -> Bound:
 
 
 def _nothing_to_pad(case: Case) -> Reason:
-    return None if case.rank < case.dv else f"rank {case.rank} needs no padding to dv {case.dv}"
+    return None if case.rank < case.dv else f"rank {case.rank} is not below dv {case.dv}"
 
 
 def _flex(problem: AttentionProblem) -> Bound:
@@ -225,52 +222,13 @@ def _pykeops_why_not(case: Case) -> Reason:
     return None if case.dtype in ("float32", "float64") else f"softmax has no {case.dtype}"
 
 
-def _gpu_half(package: str, case: Case) -> Reason:
-    """flash-attn and xformers: never executed by the authors of this file, who had no GPU."""
-    if find_spec(package) is None:
-        return f"{package} is not installed"
-    if case.device != "cuda":
-        return "has no CPU operator"
-    if package == "flash_attn" and case.dtype not in ("bfloat16", "float16"):
-        return f"has no {case.dtype}"
-    return _nothing_to_pad(case)
-
-
-def _heads_inside(problem: AttentionProblem, function: Callable[..., Tensor]) -> Bound:
-    """Both want `[batch, n, heads, width]` and equal widths."""
-    missing = (0, problem.case.dv - problem.case.rank)
-
-    def padded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (F.pad(query, missing), F.pad(key, missing), value))
-        return function(q, k, v).transpose(1, 2)
-
-    return _of_qkv(problem, padded)
-
-
-def _flash_attn(problem: AttentionProblem) -> Bound:
-    from flash_attn import flash_attn_func
-
-    return _heads_inside(
-        problem, partial(flash_attn_func, softmax_scale=problem.scale, causal=problem.case.causal)
-    )
-
-
-def _xformers(problem: AttentionProblem) -> Bound:
-    from xformers.ops import LowerTriangularMask, memory_efficient_attention
-
-    mask = LowerTriangularMask() if problem.case.causal else None
-    return _heads_inside(
-        problem, partial(memory_efficient_attention, attn_bias=mask, scale=problem.scale)
-    )
-
-
 def _nystrom(problem: AttentionProblem) -> Bound:
     from nystrom_attention import NystromAttention
 
     case = problem.case
 
     class Given(nn.Module):
-        """Stands in for the module's projection: hands over q, k and v as they are."""
+        """Replaces the projection of the module: returns q, k and v unchanged."""
 
         def forward(self, x: Tensor) -> Given:
             return self
@@ -316,7 +274,7 @@ def _performer_why_not(case: Case) -> Reason:
 
 
 def _boltzattn_attention() -> list[Provider]:
-    """Each method on each backend; named `boltzattn <method> (<backend>)`."""
+    """Each method on each backend, named `boltzattn <method> (<backend>)`."""
     return [
         Provider(
             f"boltzattn {method} ({backend})",
@@ -344,7 +302,7 @@ def _boltzattn(method: str, backend: str, problem: AttentionProblem) -> Bound:
 
 @lru_cache(maxsize=256)
 def _boltzattn_why_not(method: str, backend: str, case: Case) -> Reason:
-    """The package knows its limits: ask it with two tokens."""
+    """The error of a call with two tokens, if it raises."""
     tiny = make_problem(replace(case, n=2, batch=1, heads=1))
     try:
         _boltzattn(method, backend, tiny).forward()

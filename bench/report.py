@@ -1,4 +1,4 @@
-"""Rows to text: one readable table, what was not measured and why, and the targets."""
+"""Rows to text: a table, what was not measured and why, and the targets."""
 
 from __future__ import annotations
 
@@ -11,36 +11,23 @@ from bench.extrapolation import best_baseline, estimate
 from bench.results import TOO_SLOW, Record, Records, Row
 from bench.targets import targets
 
-HEADINGS = tuple(
-    [
-        "n",
-        "provider",
-        "time",
-        "±",
-        "speed-up",
-        "tokens/s",
-        "of clone",
-        "extra MB",
-        "max err",
-        "rms err",
-    ]
-)
+HEADINGS = ("n", "provider", "time", "±", "speed-up", "tokens/s", "of clone", "extra MB")
+HEADINGS += ("max err", "rms err")
 LEGEND = """\
-time      median of interleaved samples, each the fastest call within 10 ms (or of two longer
-          ones, or one long call), taken while the cores share a cache if they do so
-          now and then, results in memory that is used again (unless: fresh pages);
-          ± interquartile range of the samples
+time      median of the samples; a sample is the fastest call within 10 ms
+          (the faster of two longer calls, or one very long call)
+±         interquartile range of the samples / median
 speed-up  over the faster of `sdpa` and `sdpa padded` (layers: one linear map; modules:
-          nn.MultiheadAttention) in the same run; none without a passed accuracy check
-of clone  bytes that must be moved / time, relative to value.clone() in the same run
-extra MB  peak memory of a call beyond its inputs and results, in a process of its own
-errors    against fp64, relative to max|value| (gradients: max|gradient|), worst tensor,
-          on a sample of queries when n is large; !: beyond what accuracy.py allows
+          nn.MultiheadAttention) in the same run; only for rows that pass the accuracy check
+of clone  bytes that must be moved / time, as a share of the bandwidth of value.clone()
+extra MB  peak memory of a call beyond its inputs and results, in a separate process
+max err   largest error against fp64, relative to max|value| (gradients: max|gradient|),
+          on a sample of the queries if n is large; ! marks an error above the limit
 ~         extrapolated, not measured"""
 
 
 def table(records: Records) -> str:
-    """Sections of cases that differ in n only, in the order of the records."""
+    """A section for all cases that differ only in n, in the order of the records."""
     sections: dict[Case, Records] = defaultdict(list)
     for record in records:
         sections[replace(record.case, n=0)].append(record)
@@ -49,26 +36,29 @@ def table(records: Records) -> str:
         lines = [_cells(records, r) for r in sorted(section, key=lambda r: r.case.n) if _shown(r)]
         if lines:
             blocks.append(_title(section[0].case) + "\n" + aligned(HEADINGS, lines))
-        if missing := _not_measured(section):
-            blocks.append(missing)
-    return "\n\n".join([*blocks, LEGEND])
+    return "\n\n".join([*blocks, *_not_measured(records), LEGEND])
 
 
-def target_table(records: Records, measured_only: bool = False) -> str:
-    """Every claim with its verdict, or only those that the records can decide."""
+def target_table(records: Records, judge: bool = True) -> str:
+    """The targets with their bounds and verdicts, or only the values that were measured.
+
+    The bounds are for the machine of the committed results, so only a full run is judged.
+    """
     lines = []
     for target in targets():
-        worst, met = target.worst(records), target.met(records)
-        if met is None and measured_only:
-            continue
+        worst = target.worst(records)
         value = "-" if worst is None else f"{worst:.3g}{target.unit}"
-        verdict = {True: "met", False: "MISSED", None: "not measured"}[met]
-        lines.append((target.claim, target.bound, value, verdict))
-    return aligned(("target", "bound", "worst", ""), lines)
+        if judge:
+            verdict = {True: "met", False: "missed", None: ""}[target.met(records)]
+            lines.append((target.claim, value, target.bound, verdict))
+        elif worst is not None:
+            lines.append((target.claim, value))
+    headings = ("summary", "value", "bound", "")
+    return aligned(headings if judge else headings[:2], lines)
 
 
 def aligned(headings: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-    """Columns padded to equal width; numbers right, words left, an empty line between values of n.
+    """Columns padded to equal width: words to the left, numbers to the right.
 
     Example:
         >>> print(aligned(("a", "b"), [("x", "1")]))
@@ -76,7 +66,7 @@ def aligned(headings: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
         x  1
     """
     widths = [max(len(line[i]) for line in [headings, *lines]) for i in range(len(headings))]
-    left = {"provider", "target", ""}
+    left = {"provider", "summary", ""}
     out = []
     for line in [headings, *lines]:
         cells = [
@@ -88,7 +78,7 @@ def aligned(headings: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
 
 
 def seconds(value: float) -> str:
-    """Three digits and a unit.
+    """Three significant digits and a unit.
 
     Example:
         >>> seconds(0.00123), seconds(2200.0)
@@ -107,7 +97,7 @@ def three_digits(value: float) -> str:
 
 
 def speedup(records: Records, record: Record) -> str:
-    """`3.1x`, `~310x` against an estimated baseline, `-` without a passed accuracy check."""
+    """`3.1x`, `~310x` over an estimated baseline, `-` if the row failed the accuracy check."""
     row = record.row
     if row.kind == "approximate":
         return "approx."
@@ -130,7 +120,7 @@ def _cells(records: Records, record: Record) -> tuple[str, ...]:
     row, n = record.row, f"{record.case.n:,}"
     if not row.measured:
         guess = estimate(records, record)
-        return (n, row.provider, f"~{seconds(guess.seconds)}" if guess else "too slow", *[""] * 7)
+        return (n, row.provider, f"~{seconds(guess)}" if guess else "too slow", *[""] * 7)
     return (
         n,
         row.provider,
@@ -164,15 +154,19 @@ def _title(case: Case) -> str:
     return "== " + " ".join(words) + " =="
 
 
-def _not_measured(section: Records) -> str:
-    """`naive: needs 48 GB of memory (n = 65,536)`, one line for each provider and reason."""
-    where: dict[tuple[str, str], list[int]] = defaultdict(list)
-    everywhere = {r.case.n for r in section}
-    for record in section:
+def _not_measured(records: Records) -> list[str]:
+    """`naive: does not fit into memory (n = 65,536)`, a line for each provider and reason."""
+    where: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for record in records:
         if not record.row.measured:
-            where[record.row.provider, record.row.reason].append(record.case.n)
+            where[record.row.provider, record.row.reason].add(record.case.n)
     lines = []
     for (provider, reason), lengths in where.items():
-        at = "" if set(lengths) == everywhere else f" (n = {', '.join(f'{n:,}' for n in lengths)})"
+        everywhere = {r.case.n for r in records if r.row.provider == provider}
+        at = (
+            ""
+            if lengths == everywhere
+            else f" (n = {', '.join(f'{n:,}' for n in sorted(lengths))})"
+        )
         lines.append(f"  {provider}: {reason}{at}")
-    return "not measured\n" + "\n".join(lines) if lines else ""
+    return ["\n".join(["not measured", *lines])] if lines else []

@@ -1,4 +1,4 @@
-"""Rows, their CSV and which of them need not be measured again."""
+"""Rows, their CSV, and which of them are already measured."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from bench.environment import Environment
 from bench.providers import BASELINES
 
 MEASURED = "measured"
-TOO_SLOW = "too slow"  # not started: one call would exceed the limit; may be extrapolated in print
+TOO_SLOW = "too slow"  # not started: one call would exceed the limit; tables may extrapolate
 TOO_LARGE = "too large"  # not started: it would not fit into memory
-SKIPPED = "skipped"  # cannot serve the case or is not installed: asked again on the next run
+SKIPPED = "skipped"  # cannot run the case or is not installed; tried again in the next run
 FAILED = "failed"
 
 
 @dataclass
 class Row:
-    """What one provider did with one case. None means not measured; nothing here is estimated."""
+    """The result of one provider for one case. None means not measured; nothing is estimated."""
 
     provider: str
     kind: str
@@ -33,9 +33,9 @@ class Row:
     spread: float | None = None  # interquartile range / median
     fastest_s: float | None = None
     baseline: str = ""  # the provider that `speedup` is relative to
-    speedup: float | None = None  # only for accurate exact rows
+    speedup: float | None = None  # only for exact rows that passed the accuracy check
     tokens_per_s: float | None = None
-    clone_fraction: float | None = None  # least bytes to move / time, over that of `clone`
+    clone_fraction: float | None = None  # bytes that must be moved / time, over that of `clone`
     peak_mb: float | None = None  # above the inputs
     extra_mb: float | None = None  # above the inputs and the results
     worst_tensor: str = ""
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def accurate(self) -> bool:
-        """Whether the row passed its accuracy check; yardsticks have none to pass."""
+        """Whether the row passed the accuracy check; False for rows without one."""
         if not self.measured or self.kind != "exact" or self.max_error is None:
             return False
         return self.allowed_error is not None and self.max_error <= self.allowed_error
@@ -64,7 +64,7 @@ class Row:
 
 @dataclass
 class Record:
-    """A row with what it belongs to: one line of the CSV."""
+    """A row with its environment and case: one line of the CSV."""
 
     environment: Environment
     case: Case
@@ -81,10 +81,10 @@ COLUMNS = [field.name for part in _PARTS for field in fields(part)]
 
 
 def fill_ratios(case: Case, rows: list[Row]) -> None:
-    """Speed-ups over the fastest baseline of the same run, for accurate rows only.
+    """Fill in speed-ups over the fastest baseline of the same run, for accurate rows only.
 
-    A baseline stays the baseline if it fails its own accuracy check: leaving out a fast one would
-    flatter everybody else.
+    A baseline that fails the accuracy check is still a baseline: dropping a fast one would make
+    all other rows look better.
     """
     baselines = [r for r in rows if r.provider in BASELINES[case.level] and r.measured]
     if not baselines:
@@ -96,7 +96,7 @@ def fill_ratios(case: Case, rows: list[Row]) -> None:
 
 
 def save(path: Path, records: Iterable[Record]) -> None:
-    """Replace the file in one step, so that an interrupted run leaves a whole one."""
+    """Replace the file in one step, so that an interrupted run leaves a complete one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("w", newline="") as file:
@@ -113,8 +113,8 @@ def load(path: Path) -> Records:
         reader = csv.DictReader(file)
         if reader.fieldnames != COLUMNS:
             raise ValueError(
-                f"{path} was written by another version of the benchmarks: its columns are "
-                f"{reader.fieldnames}; move it away or pass another --out"
+                f"{path} was written by another version of the benchmarks (its columns are "
+                f"{reader.fieldnames}); move it, or pass another --out"
             )
         return [
             Record(*(part(**_cells_of(part, line)) for part in _PARTS))  # type: ignore[arg-type]
@@ -123,16 +123,16 @@ def load(path: Path) -> Records:
 
 
 def is_done(entry: Entry, environment: Environment, records: Records, able: Iterable[str]) -> bool:
-    """Whether every provider that is able to serve the case now was measured here before.
+    """Whether all providers that can run the case now have been measured in this environment.
 
     Ratios are only fair within one run, so a case is measured again as a whole or not at all.
     """
-    there = {r.key for r in records if r.row.status != SKIPPED}
-    return all((environment, entry.case, name) in there for name in able)
+    known = {r.key for r in records if r.row.status != SKIPPED}
+    return all((environment, entry.case, name) in known for name in able)
 
 
 def replace_case(records: Records, fresh: Records) -> Records:
-    """`records` with those of the same environment and case replaced by the fresh ones."""
+    """`records`, with the rows of the same environment and case replaced by the fresh ones."""
     cases = {(r.environment, r.case) for r in fresh}
     return [r for r in records if (r.environment, r.case) not in cases] + fresh
 

@@ -1,15 +1,15 @@
-"""What goes past one process and one pass: ratios measured in one run. `python -m bench.scaleout`.
+"""Measure context parallelism and streaming, each against an alternative in the same run.
 
-* context parallelism: two gloo processes with a thread each, forward over n tokens per process,
-  against the same work without communication: both processes at the same time, each attending to
-  its own tokens, by `attention` and by `distributed.attention` in a group of its own. The faster of
-  the two is the ideal. Who goes first changes from round to round, since the first call after
-  another's large tensors are freed pays for pages that the next one finds warm;
-* bytes communicated per head and call, at two lengths;
-* constants for docs/scaling_model.py, in processor time of one thread;
-* streaming: tokens appended and queried in blocks, against attention over a growing cache of keys
-  and values, timed at a few lengths and extrapolated linearly. In processor time of one thread,
-  which other users of the machine disturb less.
+* Context parallelism: two gloo processes with one thread each, forward over n tokens per process.
+  The ideal is the same work without communication: both processes run at the same time, each on its
+  own tokens, with `attention` or with `distributed.attention` in a group of one, whichever is
+  faster. The order changes from round to round, because the first call after large tensors were
+  freed pays for fresh pages.
+* Bytes communicated per head and call, at two lengths.
+* Constants for docs/scaling_model.py, in CPU time of one thread.
+* Streaming: tokens appended and queried in blocks, against attention over a growing cache of keys
+  and values, timed at a few lengths and extrapolated linearly. In CPU time of one thread, which
+  depends less on other load.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ RUNS = 9
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Of processor time."""
+    """CPU time of a call."""
     begin = time.process_time()
     call()
     return time.process_time() - begin
@@ -42,7 +43,7 @@ def seconds(call: Callable[[], Any]) -> float:
 def draw(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.rand(1, n, width, generator=generator) * 6 - 3 for width in (1, 1, DV))
-    # The same range at every n, so that volumes can be compared.
+    # The same range of logits at every n, so that the volumes can be compared.
     q[0, :2, 0] = k[0, :2, 0] = torch.tensor([-3.0, 3.0])
     return q, k, v
 
@@ -65,8 +66,8 @@ def _process(rank: int, folder: str, n: int) -> None:
             begin, worked = time.perf_counter(), time.process_time()
             attend()
             worked = time.process_time() - worked
-            dist.barrier()  # the slower of the two counts
-            if round_ >= 0:  # the round before the first one warms up
+            dist.barrier()  # the slower process counts
+            if round_ >= 0:  # round -1 is the warm-up
                 times[name].append((time.perf_counter() - begin, worked))
     short = draw(1024, rank)
     constants = [
@@ -94,13 +95,13 @@ def context_parallel(n: int) -> None:
         best[name] = min(wall), min(worked)
         print(
             f"  {name}: best {min(wall):.3f} s, median {statistics.median(wall):.3f} s, "
-            f"processor time {min(worked):.3f} s"
+            f"CPU time {min(worked):.3f} s"
         )
     together = best.pop("together")
     ideal = [min(found) for found in zip(*best.values(), strict=True)]
     print(f"  share of the ideal: {ideal[0] / together[0]:.2f}")
-    print(f"  in processor time: {ideal[1] / together[1]:.2f}")
-    print(f"  core {core * 1e3:.2f} ms, token {(whole - core) / n * 1e9:.0f} ns, processor time")
+    print(f"  in CPU time: {ideal[1] / together[1]:.2f}")
+    print(f"  core {core * 1e3:.2f} ms, token {(whole - core) / n * 1e9:.0f} ns, in CPU time")
     same = "the same" if explained[0] == explained[1] else "NOT the same"
     print(f"volume at n = 2^14 and 2^20 per process: {same}")
     print(explained[1])
@@ -124,33 +125,26 @@ def streaming(tokens: int, block: int) -> None:
     for n in lengths:
         q, k, v = draw(n, 0)
         padded = [F.pad(x, (0, DV - 1)) for x in (q[:, :block], k)]
-        as_is = min(
-            seconds(lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q[:, :block], k, v))
-            for _ in range(3)
+        calls = (
+            partial(F.scaled_dot_product_attention, q[:, :block], k, v),
+            partial(F.scaled_dot_product_attention, *padded, v, scale=1.0),
+            partial(boltzattn.attention, q[:, :block], k, v, method="direct"),
         )
-        wide = min(
-            seconds(lambda p=padded, v=v: F.scaled_dot_product_attention(*p, v, scale=1.0))
-            for _ in range(3)
-        )
-        direct = min(
-            seconds(lambda q=q, k=k, v=v: boltzattn.attention(q[:, :block], k, v, method="direct"))
-            for _ in range(3)
-        )
-        growing.append(min(as_is, wide, direct) / n)
+        growing.append(min(seconds(call) for call in calls for _ in range(3)) / n)
         print(f"  pair at n = {n:,}: {growing[-1] / block * 1e9:.2f} ns")
-    cache = min(growing) * tokens * (tokens / block) / 2  # the mean length is half of all
+    cache = min(growing) * tokens * (tokens / block) / 2  # the mean length is tokens / 2
     print(f"streaming, {tokens:,} tokens appended and queried in blocks of {block:,}:")
     print(f"  {spent:.1f} s, state at most {most / 1e6:.2f} MB")
     print(
-        f"  growing cache, the fastest of SDPA (as is, padded) and direct, from n = {lengths}: "
-        f"~{cache:,.0f} s, {cache / spent:.0f} times as long"
+        f"  growing cache (the fastest of SDPA, padded SDPA and direct, extrapolated from "
+        f"n = {lengths}): ~{cache:,.0f} s, {cache / spent:.0f} times as long"
     )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, default=2**20, help="tokens per process")
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="of the stream")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="length of the stream")
     arguments = parser.parse_args()
     context_parallel(arguments.n)
     streaming(arguments.tokens, 1000)

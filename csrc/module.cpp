@@ -4,20 +4,25 @@
 #include <pybind11/pybind11.h>
 
 #include "cpu/isa.h"
-#include "layout.h"
 
 namespace py = pybind11;
+using namespace pybind11::literals;
+
+// {"float64": of(DType::kFloat64), ...}
+template <class Of>
+static py::dict for_dtypes(Of of) {
+  using boltzattn::DType;
+  return py::dict("float64"_a = of(DType::kFloat64), "float32"_a = of(DType::kFloat32),
+                  "bfloat16"_a = of(DType::kBFloat16), "float16"_a = of(DType::kFloat16));
+}
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled kernels of boltzattn.";
 
   m.def("build_record", [] {
-    py::dict record;
-    record["torch"] = BOLTZATTN_TORCH_VERSION;
-    record["compiler"] = __VERSION__;
-    record["pybind11"] =
-        PYBIND11_TOSTRING(PYBIND11_VERSION_MAJOR) "." PYBIND11_TOSTRING(PYBIND11_VERSION_MINOR);
-    return record;
+    return py::dict("torch"_a = BOLTZATTN_TORCH_VERSION, "compiler"_a = __VERSION__,
+                    "pybind11"_a = PYBIND11_TOSTRING(PYBIND11_VERSION_MAJOR) "." PYBIND11_TOSTRING(
+                        PYBIND11_VERSION_MINOR));
   });
   m.def(
       "isa", [] { return boltzattn::kernels().name; }, "The instruction set the kernels run with.");
@@ -25,7 +30,7 @@ PYBIND11_MODULE(_C, m) {
       "supported_isas",
       [] {
         py::list names;
-        for (const auto* table : {&boltzattn::kAvx512, &boltzattn::kAvx2, &boltzattn::kPortable})
+        for (const auto* table : boltzattn::kTables)
           if (table->supported()) names.append(table->name);
         return names;
       },
@@ -37,35 +42,52 @@ PYBIND11_MODULE(_C, m) {
         if (const char* error = boltzattn::force_isa(name.is_none() ? nullptr : wanted.c_str()))
           throw py::value_error(wanted + ": " + error);
       },
-      py::arg("name"), "Run the kernels with another instruction set; None for the best.");
+      "name"_a, "Run the kernels with another instruction set; None for the best.");
+
+  m.def(
+      "tolerances",
+      [] {
+        using namespace boltzattn;
+        return py::dict(
+            "largest_product"_a = kLargestProduct, "largest_sum"_a = kLargestSum,
+            "negligible"_a = kNegligible, "least_nodes"_a = kLeastNodes,
+            "most_nodes"_a = kMostNodes, "node_step"_a = kNodeStep, "levels"_a = kLevels,
+            "hope"_a = kHope, "hope_share"_a = kHopeShare, "hope_share_slopes"_a = kHopeShareSlopes,
+            "rounding_of_product"_a = kRoundingOfProduct, "tolerance"_a = for_dtypes(tolerance_of),
+            "rounding"_a = for_dtypes([](DType dtype) { return rounding_of(dtype, 0); }),
+            "precision"_a = for_dtypes([](DType dtype) {
+              py::list levels;
+              for (int level = 0; level < kLevels; ++level)
+                levels.append(precision_of(dtype, level));
+              return levels;
+            }),
+            "most_key_nodes"_a = for_dtypes(most_key_nodes),
+            "cuda_precision"_a = for_dtypes(cuda_precision_of),
+            "cuda_nodes"_a = for_dtypes(cuda_nodes));
+      },
+      "Numbers of spec/tolerances.h by name; those that depend on the dtype are dicts, "
+      "`precision` of a list by level.");
 
   m.def(
       "layout",
       [](double t_min, double t_max, double s_min, double s_max, int64_t keys, int query_nodes,
          int key_nodes, double precision) {
-        const boltzattn::Layout layout = boltzattn::make_layout({t_min, t_max, s_min, s_max, keys},
-                                                                query_nodes, key_nodes, precision);
+        using namespace boltzattn;
+        const Layout layout =
+            make_layout({t_min, t_max, s_min, s_max, keys}, query_nodes, key_nodes, precision);
         py::list query, key;
         for (int k = 0; k < layout.query.panels; ++k)
-          for (int i = 0; i < query_nodes; ++i) query.append(boltzattn::query_node(layout, k, i));
+          for (int i = 0; i < query_nodes; ++i) query.append(query_node(layout, k, i));
         for (int k = 0; k < layout.key.panels; ++k)
-          for (int i = 0; i < key_nodes; ++i)
-            key.append(boltzattn::key_node(layout, k, i) + layout.middle);
-        py::dict result;
-        result["query_panels"] = layout.query.panels;
-        result["query_origin"] = layout.query.origin;
-        result["query_half"] = layout.query.half;
-        result["key_panels"] = layout.key.panels;
-        result["key_origin"] = layout.key.origin;
-        result["key_half"] = layout.key.half;
-        result["tau"] = layout.tau;
-        result["middle"] = layout.middle;
-        result["radius"] = layout.radius;
-        result["query_nodes"] = query;
-        result["key_nodes"] = key;
-        return result;
+          for (int i = 0; i < key_nodes; ++i) key.append(key_node(layout, k, i) + layout.middle);
+        return py::dict("query_panels"_a = layout.query.panels,
+                        "query_origin"_a = layout.query.origin, "query_half"_a = layout.query.half,
+                        "key_panels"_a = layout.key.panels, "key_origin"_a = layout.key.origin,
+                        "key_half"_a = layout.key.half, "tau"_a = layout.tau,
+                        "middle"_a = layout.middle, "radius"_a = layout.radius,
+                        "query_nodes"_a = query, "key_nodes"_a = key);
       },
-      py::arg("t_min"), py::arg("t_max"), py::arg("s_min"), py::arg("s_max"), py::arg("keys"),
-      py::arg("query_nodes"), py::arg("key_nodes"), py::arg("precision"),
-      "Panels and node positions of a layout: what boltzattn.layout computes too.");
+      "t_min"_a, "t_max"_a, "s_min"_a, "s_max"_a, "keys"_a, "query_nodes"_a, "key_nodes"_a,
+      "precision"_a,
+      "Panels and node positions of a layout: what boltzattn.transform.layout computes, too.");
 }

@@ -1,4 +1,4 @@
-// The arguments that operators of every backend have in common, in the order of the tuples of
+// The arguments that the operators of all backends share, in the order of the tuples in
 // python/boltzattn/problem.py.
 #pragma once
 
@@ -14,7 +14,8 @@
 #define BOLTZATTN_BACKWARD "(" BOLTZATTN_SAVED BOLTZATTN_PROBLEM ") -> (Tensor, Tensor, Tensor)"
 #define BOLTZATTN_PROJECT "(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)"
 
-// The same for the functions behind them.
+// The same for the C++ functions.
+#define BOLTZATTN_SAVED_PARAMETERS Tensor grad_out, OptionalTensor grad_lse, Tensor out, Tensor lse
 #define BOLTZATTN_PROBLEM_PARAMETERS                                                         \
   Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask, OptionalTensor key_mask, \
       OptionalTensor seed, double scale, double dropout_p, bool is_causal

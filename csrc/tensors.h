@@ -1,18 +1,31 @@
-// What the operators of every backend ask of a tensor, by torch's stable ABI.
+// The tensors of an operator, by torch's stable ABI. All operators of all backends describe their
+// tensors to the kernels through this file, which checks dtype, device and shape first. No kernel
+// reads or writes a tensor that has not been checked.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
+#include <sstream>
 #include <vector>
 
-#include "cpu/problem.h"  // DType
+#include "spec/types.h"
 
 namespace boltzattn {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+
+// As in python/boltzattn/problem.py.
+struct Problem {
+  const Tensor &query, &key, &value;
+  const OptionalTensor &attn_mask, &key_mask, &seed;
+  double scale, dropout_p;
+  bool is_causal;
+};
 
 inline DType dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
@@ -24,27 +37,190 @@ inline DType dtype_of(const Tensor& x) {
       return DType::kBFloat16;
     case ScalarType::Half:
       return DType::kFloat16;
-    case ScalarType::Bool:
-    case ScalarType::Long:
-      return DType::kBool;  // opaque to the readers of numbers
     default:
-      STD_TORCH_CHECK(false, "boltzattn: unsupported dtype");
+      return DType::kBool;  // not read as numbers
   }
+}
+inline bool is_floating(const Tensor& x) {
+  return dtype_of(x) != DType::kBool;
 }
 
 inline std::vector<int64_t> shape_of(const Tensor& x) {
   const auto sizes = x.sizes();
   return {sizes.begin(), sizes.end()};
 }
-inline std::vector<int64_t> shape_with(const Tensor& x, int64_t last) {
-  std::vector<int64_t> shape = shape_of(x);
-  shape.back() = last;
-  return shape;
+inline std::string text_of(const std::vector<int64_t>& shape) {
+  std::ostringstream text;
+  for (size_t d = 0; d < shape.size(); ++d) text << (d ? ", " : "[") << shape[d];
+  text << (shape.empty() ? "[]" : "]");
+  return text.str();
 }
-inline std::vector<int64_t> rows_of(const Tensor& x) {
-  std::vector<int64_t> shape = shape_of(x);
-  shape.pop_back();
-  return shape;
+
+// Size of a dimension, counted from the last one.
+inline int64_t size_from_last(const char* name, const Tensor& x, int64_t back) {
+  STD_TORCH_CHECK(x.dim() > back, "boltzattn: ", name, " has only ", x.dim(), " dimensions");
+  return x.size(x.dim() - 1 - back);
+}
+
+// What a tensor must hold.
+enum class Holds { kNumbers, kMask, kFloat64, kInt64, kBool };  // kNumbers: same dtype as the first
+constexpr int64_t kNone = -1;                                   // no such dimension
+constexpr uint64_t kAll = ~uint64_t(0);
+
+constexpr int64_t kExtentSize = sizeof(Extent) / sizeof(double);
+
+struct Strides {
+  std::vector<int64_t> lead;  // 0 along a dimension that heads share
+  int64_t row = 0, column = 0;
+};
+
+// The tensors of one call. All have the device and the leading dimensions of the first tensor,
+// which are all its dimensions except the last two.
+class Arguments {
+ public:
+  Arguments(const char* name, const Tensor& first, bool cuda)
+      : name_(name), first_(first), cuda_(cuda) {
+    STD_TORCH_CHECK(
+        first.dim() >= 2 && is_floating(first) && (cuda ? first.is_cuda() : first.is_cpu()),
+        "boltzattn: ", name, " must have at least 2 dimensions and a floating dtype, on ",
+        cuda ? "cuda" : "cpu", ", got ", text_of(shape_of(first)), " of ",
+        toString(first.scalar_type()));
+    for (int64_t d = 0; d + 2 < first.dim(); ++d) {
+      lead_.push_back(first.size(d));
+      heads_ *= first.size(d);
+    }
+  }
+  const std::vector<int64_t>& lead() const { return lead_; }
+  int64_t heads() const { return heads_; }
+
+  void check(const char* name, const Tensor& x, const std::vector<int64_t>& shape,
+             Holds holds) const {
+    const ScalarType type = x.scalar_type();
+    const bool typed = holds == Holds::kNumbers   ? type == first_.scalar_type()
+                       : holds == Holds::kMask    ? is_floating(x) || type == ScalarType::Bool
+                       : holds == Holds::kFloat64 ? type == ScalarType::Double
+                       : holds == Holds::kInt64   ? type == ScalarType::Long
+                                                  : type == ScalarType::Bool;
+    static constexpr const char* kNames[] = {"", "bool or a floating dtype", "float64", "int64",
+                                             "bool"};
+    STD_TORCH_CHECK(
+        typed, "boltzattn: ", name, " must have ",
+        holds == Holds::kNumbers ? std::string("the dtype of ") + name_ : kNames[int(holds)],
+        ", got ", toString(type));
+    const auto sizes = x.sizes();
+    STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()),
+                    "boltzattn: ", name, " must have shape ", text_of(shape), ", got ",
+                    text_of(shape_of(x)));
+    STD_TORCH_CHECK(
+        cuda_ ? x.is_cuda() && x.get_device_index() == first_.get_device_index() : x.is_cpu(),
+        "boltzattn: ", name, " must be on the device of ", name_);
+  }
+
+  // Checks a tensor [*lead, rows, columns] and returns its strides. `across` has a bit for each
+  // leading dimension that the tensor has.
+  Strides strides(const char* name, const Tensor& x, int64_t rows, int64_t columns, Holds holds,
+                  uint64_t across) const {
+    std::vector<int64_t> shape;
+    shape.reserve(lead_.size() + 2);
+    for (size_t k = 0; k < lead_.size(); ++k)
+      if (across >> k & 1) shape.push_back(lead_[k]);
+    if (rows != kNone) shape.push_back(rows);
+    if (columns != kNone) shape.push_back(columns);
+    check(name, x, shape, holds);
+    Strides found{std::vector<int64_t>(lead_.size()), 0, 0};
+    int64_t d = 0;
+    for (size_t k = 0; k < lead_.size(); ++k)
+      if (across >> k & 1) found.lead[k] = x.stride(d++);
+    if (rows != kNone) found.row = x.stride(d++);
+    if (columns != kNone) found.column = x.stride(d);
+    return found;
+  }
+
+  // The memory of a contiguous tensor.
+  template <class T>
+  T* dense(const char* name, const Tensor& x, const std::vector<int64_t>& shape,
+           Holds holds) const {
+    check(name, x, shape, holds);
+    STD_TORCH_CHECK(x.is_contiguous(), "boltzattn: ", name, " must be contiguous");
+    return static_cast<T*>(x.data_ptr());
+  }
+
+  // New tensors on the same device. `result` has the leading dimensions.
+  Tensor result(std::initializer_list<int64_t> inner, std::optional<ScalarType> dtype = {}) const {
+    std::vector<int64_t> shape = lead_;
+    shape.insert(shape.end(), inner);
+    return torch::stable::new_empty(first_, std::move(shape), dtype);
+  }
+  Tensor doubles(std::vector<int64_t> shape) const {
+    return torch::stable::new_empty(first_, std::move(shape), ScalarType::Double);
+  }
+
+ private:
+  const char* name_;
+  const Tensor first_;
+  bool cuda_;
+  std::vector<int64_t> lead_;
+  int64_t heads_ = 1;
+};
+
+// Describes the inputs of a call. `view(name, tensor, rows, columns, holds)` checks a tensor and
+// returns the backend's description of it.
+template <class View, class Call>
+void describe(View& view, const Problem& p, Call& call) {
+  call.heads = view.heads();
+  call.n_q = size_from_last("query", p.query, 1);
+  call.n_k = size_from_last("key", p.key, 1);
+  call.rank = size_from_last("query", p.query, 0);
+  call.dv = size_from_last("value", p.value, 0);
+  call.scale = p.scale;
+  call.dropout_p = p.dropout_p;
+  call.is_causal = p.is_causal;
+  STD_TORCH_CHECK(call.rank > 0 && call.dv > 0, "boltzattn: rank and dv must be at least 1");
+  STD_TORCH_CHECK(p.dropout_p >= 0 && p.dropout_p <= 1 && (p.dropout_p == 0 || p.seed),
+                  "boltzattn: dropout_p must be from 0 to 1, with a seed if it is not 0, got ",
+                  p.dropout_p);
+  call.query = view("query", p.query, call.n_q, call.rank);
+  call.key = view("key", p.key, call.n_k, call.rank);
+  call.value = view("value", p.value, call.n_k, call.dv);
+  call.attn_mask = view("attn_mask", p.attn_mask, call.n_q, call.n_k, Holds::kMask);
+  call.key_mask = view("key_mask", p.key_mask, kNone, call.n_k, Holds::kMask);
+  if (p.dropout_p > 0) call.seed = view("seed", p.seed, kNone, kNone, Holds::kInt64);
+}
+
+// Describes the gradients that backward starts from and those it returns.
+template <class View, class Gradient>
+void describe_gradients(View& view, const Tensor& grad_out, const OptionalTensor& grad_lse,
+                        const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value,
+                        Gradient& g) {
+  const auto& call = g.call;
+  g.grad_out = view("grad_out", grad_out, call.n_q, call.dv);
+  g.grad_lse = view("grad_lse", grad_lse, call.n_q, kNone, Holds::kFloat64);
+  g.grad_query = view("grad_query", grad_query, call.n_q, call.rank);
+  g.grad_key = view("grad_key", grad_key, call.n_k, call.rank);
+  g.grad_value = view("grad_value", grad_value, call.n_k, call.dv);
+}
+
+// Describes a projection without its results. x: [batch, n, d]; weight: [outputs, d]; bias:
+// [outputs].
+template <class View, class Projection>
+void describe_projection(View& view, const Tensor& x, const Tensor& weight,
+                         const OptionalTensor& bias, Projection& p) {
+  STD_TORCH_CHECK(x.dim() == 3, "boltzattn: x must have 3 dimensions, got ", x.dim());
+  p.batch = x.size(0);
+  p.n = x.size(1);
+  p.columns = x.size(2);
+  p.outputs = size_from_last("weight", weight, 1);
+  p.x = view("x", x, p.n, p.columns);
+  p.weight = view("weight", weight, p.outputs, p.columns, Holds::kNumbers, 0);
+  p.bias = view("bias", bias, kNone, p.outputs, Holds::kNumbers, 0);
+}
+
+// Raises unless the transform can compute the problem.
+inline void check_transform(const Problem& p, bool is_causal = false) {
+  STD_TORCH_CHECK(size_from_last("query", p.query, 0) == 1 && !p.attn_mask && p.dropout_p == 0 &&
+                      p.is_causal == is_causal,
+                  "boltzattn: the transform takes rank 1, no attn_mask, no dropout and is_causal=",
+                  is_causal ? "True" : "False");
 }
 
 }  // namespace boltzattn

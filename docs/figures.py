@@ -1,15 +1,8 @@
-"""Draws the two figures of docs/transform.md.
-
-    python docs/figures.py    # writes transform-region.png and transform-panels.png beside it
-
-The panels are computed as csrc/layout.h does, in a few lines of numpy, so the figures need no
-build of the package.
-"""
+"""Draw transform-region.png and transform-panels.png, the figures of docs/transform.md."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib as mpl
@@ -17,13 +10,14 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from boltzattn.transform.layout import Axis, Range, make_layout
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 HERE = Path(__file__).parent
 
-# Okabe and Ito: told apart by colour-blind readers; shape or lightness tells them apart as well.
+# Okabe and Ito's colours, safe for colour-blind readers; shape or lightness differ as well.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#666666"
 PALE_BLUE, PALE_ORANGE = "#cfe3f2", "#fbe7c0"
 
@@ -42,49 +36,15 @@ mpl.rcParams.update(
 )
 
 
-@dataclass(frozen=True)
-class AxisLayout:
-    """Panels of equal half width from `origin` on, in the warped coordinate."""
-
-    origin: float
-    half: float
-    panels: int
-    nodes: int
-
-    def edges(self) -> Array:
-        return self.origin + 2 * self.half * np.arange(self.panels + 1)
-
-    def node_places(self) -> Array:
-        angle = (2 * np.arange(self.nodes) + 1) * math.pi / (2 * self.nodes)
-        centres = self.origin + self.half * (2 * np.arange(self.panels) + 1)
-        return (centres[:, None] + self.half * np.cos(angle)).ravel()
-
-
-def axis_layout(low: float, high: float, strip: float, nodes: int, precision: float) -> AxisLayout:
-    """As make_axis in csrc/layout.h."""
-    rho = precision ** (-1 / nodes)
-    widest = 2 * strip / (rho - 1 / rho)
-    panels = max(1, math.ceil((high - low) / (2 * widest)))
-    return AxisLayout(low, (high - low) / (2 * panels), panels, nodes)
-
-
-def strip_height(keys: int) -> float:
-    return math.pi / (4 * math.log(keys + 2))
-
-
-def query_scale(keys: int, extent: float) -> float:
-    return 2 / (extent * math.sin(strip_height(keys)))
-
-
 def zeros(distinct: Array, counts: Array, x_most: float, y_most: float) -> NDArray[np.complex128]:
     """Zeros of sum_j counts_j exp(t distinct_j) with |Re t| < x_most, 0 < Im t < y_most.
 
-    Newton from a grid; what has converged is kept once.
+    Newton's method from a grid; converged points are kept once.
     """
     x, y = np.meshgrid(np.linspace(-x_most, x_most, 161), np.linspace(0.02, y_most, 81))
     t = (x + 1j * y).ravel()
     for _ in range(60):
-        # Every term relative to the largest, so that nothing overflows on the way.
+        # Every term relative to the largest, so that nothing overflows.
         exponent = t[:, None] * distinct
         exponent -= exponent.real.max(1, keepdims=True)
         weight = counts * np.exp(exponent)
@@ -112,17 +72,18 @@ def key_sets(keys: int) -> list[tuple[str, str, str, Array, Array]]:
     once = np.ones(keys)
     crowd = np.array([1.0, keys - 2, 1.0])
     return [
-        ("two points, half each", BLUE, "o", np.array([0.0, 1.0]), np.full(2, keys / 2)),
-        ("one needle above equal keys", RED, "^", np.array([0.0, 1.0]), np.array([keys - 1, 1.0])),
-        ("a crowd between two single keys", GREEN, "s", np.array([0.0, 0.6, 1.0]), crowd),
+        ("two values, half the keys each", BLUE, "o", np.array([0.0, 1.0]), np.full(2, keys / 2)),
+        ("one key above equal keys", RED, "^", np.array([0.0, 1.0]), np.array([keys - 1, 1.0])),
+        ("equal keys between two single keys", GREEN, "s", np.array([0.0, 0.6, 1.0]), crowd),
         ("Gaussian", ORANGE, "D", gauss, once),
     ]
 
 
 def draw_region(to: Path) -> None:
-    """Zeros of Z against the region that is free of them for every set of `keys` keys."""
+    """Zeros of Z, and the region without zeros for every set of `keys` keys."""
     keys, x_most, y_most = 64, 24.0, 10.5
-    height, tau = strip_height(keys), query_scale(keys, 1.0)
+    layout = make_layout(Range(-x_most, x_most, 0.0, 1.0, keys), 16, 16, 1e-8)
+    height, tau = layout.query_strip, layout.tau
     figure, (plane, warped) = plt.subplots(
         1, 2, figsize=(11, 4.9), width_ratios=(1.25, 1), layout="constrained"
     )
@@ -157,9 +118,9 @@ def draw_region(to: Path) -> None:
 
     for axes in (plane, warped):
         axes.axhline(0, color="black", lw=1.4, zorder=4)
-    plane.annotate("queries live here", (-x_most * 0.97, 0.25), fontsize=9, zorder=6, color="black")
+    plane.annotate("queries are real", (-x_most * 0.97, 0.25), fontsize=9, zorder=6, color="black")
     plane.annotate(
-        "no zero in here, whatever\nthe keys: strip and cone",
+        "strip and cone:\nno zeros, for any keys",
         (-17.5, 4.9),
         xytext=(-15.5, 9.2),
         ha="center",
@@ -206,6 +167,10 @@ def draw_region(to: Path) -> None:
     plt.close(figure)
 
 
+def edges(axis: Axis) -> Array:
+    return axis.origin + 2 * axis.half * np.arange(axis.panels + 1)
+
+
 def mark_edges(axes: Axes, edges: Array) -> None:
     for edge in edges:
         axes.axvline(edge, color="#b0b0b0", lw=0.7, zorder=0)
@@ -218,12 +183,9 @@ def draw_panels(to: Path) -> None:
     s = np.sort(draw.standard_normal(keys))
     s = (s - s[0]) / (s[-1] - s[0]) - 0.5
     value = np.sin(9 * s) + 0.6 * draw.standard_normal(keys)
-    height, tau = strip_height(keys), query_scale(keys, 1.0)
-    u_most = math.asinh(product / tau)
-    query = axis_layout(-u_most, u_most, height, nodes, precision)
-    edge = 0.5 * math.log(product)
-    key = axis_layout(-edge, edge, math.pi / 4, nodes, precision / math.sqrt(keys))
-    radius = 0.5 / math.tanh(edge)
+    layout = make_layout(Range(-product, product, -0.5, 0.5, keys), nodes, nodes, precision)
+    query, key, tau, radius = layout.query, layout.key, layout.tau, layout.radius
+    u_most, edge = -query.origin, -key.origin
 
     def f(t: Array) -> Array:
         logits = np.outer(t, s)
@@ -235,7 +197,7 @@ def draw_panels(to: Path) -> None:
     )
     u = np.linspace(-u_most, u_most, 1500)
     f_t.plot(tau * np.sinh(u), f(tau * np.sinh(u)), color=BLUE, lw=1.8)
-    mark_edges(f_t, tau * np.sinh(query.edges()))
+    mark_edges(f_t, tau * np.sinh(edges(query)))
     f_t.set(
         xlim=(-product, product),
         xlabel=r"query $t$",
@@ -244,11 +206,11 @@ def draw_panels(to: Path) -> None:
     )
     shown = (-0.9, 0.9)
     u = np.linspace(*shown, 600)
-    u_nodes = query.node_places()
+    u_nodes = query.positions().numpy()
     u_nodes = u_nodes[(u_nodes > shown[0]) & (u_nodes < shown[1])]
     f_u.plot(u, f(tau * np.sinh(u)), color=BLUE, lw=1.8)
     f_u.plot(u_nodes, f(tau * np.sinh(u_nodes)), ".", color=RED, ms=5)
-    mark_edges(f_u, query.edges())
+    mark_edges(f_u, edges(query))
     f_u.set(
         xlim=shown,
         xlabel=r"$u = \mathrm{arcsinh}(t/\tau)$  (the middle of the axis)",
@@ -256,21 +218,21 @@ def draw_panels(to: Path) -> None:
         title=f"in $u$ the panels are equal; {nodes} nodes on each",
     )
 
-    w, w_nodes = np.linspace(-edge, edge, 1500), key.node_places()
+    w, w_nodes = np.linspace(-edge, edge, 1500), key.positions().numpy()
     for t, colour, style in ((3.0, GREEN, "-."), (30.0, ORANGE, "--"), (300.0, BLUE, "-")):
         line = dict(color=colour, ls=style, lw=1.8, label=f"$t = {t:g}$")
         kernel_s.plot(radius * np.tanh(w), np.exp(t * (radius * np.tanh(w) - 0.5)), **line)
         kernel_w.plot(w, np.exp(t * (radius * np.tanh(w) - 0.5)), **line)
         on_nodes = np.exp(t * (radius * np.tanh(w_nodes) - 0.5))
         kernel_w.plot(w_nodes, on_nodes, ".", color=RED, ms=5, zorder=4)
-    mark_edges(kernel_s, radius * np.tanh(key.edges()))
-    mark_edges(kernel_w, key.edges())
+    mark_edges(kernel_s, radius * np.tanh(edges(key)))
+    mark_edges(kernel_w, edges(key))
     for axes in (kernel_s, kernel_w):
         axes.legend(loc="upper left")
         axes.set(ylim=(-0.05, 1.05), ylabel=r"$e^{t (s - s_{\max})}$")
     kernel_s.set(
         xlim=(-0.5, 0.5),
-        xlabel=r"key $s$, from the middle ($R = 1$)",
+        xlabel=r"key $s$, measured from the middle ($R = 1$)",
         title=f"the kernel and {key.panels} key panels: dense at both ends",
     )
     kernel_w.set(
@@ -278,7 +240,8 @@ def draw_panels(to: Path) -> None:
         xlabel=r"$w$, where $s = (R/2)\,\tanh(w)/\tanh(W)$",
         title="in $w$ it is smooth on every panel, at every temperature",
     )
-    figure.suptitle(r"1,000 Gaussian keys, $B = \max|t|\,R = 300$, aimed at $10^{-8}$", fontsize=11)
+    title = r"1,000 Gaussian keys, $B = \max|t|\,R = 300$, precision $10^{-8}$"
+    figure.suptitle(title, fontsize=11)
     figure.savefig(to)
     plt.close(figure)
 

@@ -1,19 +1,16 @@
-"""The tables of docs/scaling.md: a model, from constants measured on one machine.
-
-python docs/scaling_model.py
-"""
+"""Print the table of docs/scaling.md: a model with constants measured on one machine."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-# Measured in processor time of one thread (AMD EPYC, Zen 3), fp32, dv = 64, forward, by
-# `python -m bench.scaleout`, on a machine that others used at the same time.
-TOKEN = 160e-9  # s per token by the transform, a query and a key, at n = 2^20 per process
-CORE = 2.9e-3  # s per head and call whatever n is: the core, and all-reduces of one machine
-PAIR = 2.3e-9  # s per query and key, the fastest of SDPA and `direct`
-SHARED = 109_304  # bytes of ranges and moments a head, for logits that differ by up to 18
+# Measured by `python -m bench.scaleout` in CPU time of one thread (AMD EPYC, Zen 3) on a shared
+# machine; fp32, dv = 64, forward.
+TOKEN = 160e-9  # s per token (a query and a key) of the transform, at n = 2^20 per process
+CORE = 2.9e-3  # s per head and call, independent of n: core and all-reduces on one machine
+PAIR = 2.3e-9  # s per query-key pair, the fastest of SDPA and `direct`
+SHARED = 109_304  # bytes of extents and moments per head, for logits that differ by up to 18
 
 # Assumed, not measured.
 BANDWIDTH = 10e9  # bytes/s that a device sends
@@ -26,11 +23,11 @@ ROW = 4 * (DV + 1)  # bytes of a key and its value
 class Cost(NamedTuple):
     seconds: float
     sent: float  # bytes per device
-    memory: float  # bytes per device, besides the inputs and the output
+    memory: float  # bytes per device, without inputs and output
 
 
 def moments(n: float, devices: int) -> Cost:
-    """One all-reduce of a fixed size: reduce-scatter and all-gather."""
+    """An all-reduce of fixed size: reduce-scatter and all-gather."""
     sent = 2 * SHARED * (devices - 1) / devices
     messages = 2 * 2 * math.ceil(math.log2(devices)) if devices > 1 else 0
     compute = TOKEN * n / devices + CORE
@@ -38,7 +35,7 @@ def moments(n: float, devices: int) -> Cost:
 
 
 def ring(n: float, devices: int) -> Cost:
-    """Keys and values go round; sending is hidden behind computing where that takes longer."""
+    """Keys and values go round; sending overlaps with computing."""
     block = ROW * n / devices
     sent = block * (devices - 1)
     compute = PAIR * n * n / devices

@@ -1,10 +1,10 @@
-"""A sequence spread over processes: train one layer on tokens that no process holds in full.
+"""Context parallelism: train one layer on a sequence that is spread over several processes.
 
     torchrun --nproc-per-node 2 examples/context_parallel.py --tokens 200000
 
-Every process holds its share of the tokens. The layer exchanges sums of a fixed size (printed at
-the start), not tokens, so the share may be as long as memory allows. The task: every token is to
-learn the largest first coordinate of the whole sequence, which one of the processes has.
+Every process holds its share of the tokens. The processes exchange sums of a fixed size (printed at
+the start), not tokens, so a share can be as long as memory allows. The target of every token is the
+largest first coordinate of the whole sequence, which only one of the processes has.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tokens", type=int, default=200_000, help="of all processes together")
+    parser.add_argument("--tokens", type=int, default=200_000, help="total of all processes")
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # the same weights everywhere
+    torch.manual_seed(0)  # the same weights in all processes
     layer = boltzattn.nn.LowRankAttention(
         8, 1, batch_first=True, process_group=dist.group.WORLD, dtype=torch.float64
     )
@@ -37,7 +37,7 @@ def main() -> None:
     if rank == 0:
         print(volume)
     for step in range(arguments.steps):
-        torch.manual_seed(step * world + rank)  # other tokens everywhere
+        torch.manual_seed(step * world + rank)  # different tokens in each process
         x = torch.randn(1, share, 8, dtype=torch.float64)
         largest = x[..., 0].amax()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)

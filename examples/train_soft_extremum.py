@@ -1,23 +1,23 @@
 """Train a rank-1 one-layer transformer on sets of 100,000 elements, on a CPU.
 
-Every element of a set has a value a_i and an inverse temperature s_i between -2 and 2, and is asked
-for its value relative to the set's soft extremum at that temperature:
+Every element of a set has a value a_i and an inverse temperature s_i between -2 and 2. Its target
+is its value relative to the soft extremum of the set at that temperature,
 
-    y_i = a_i - sum_j a_j softmax_j(s_i a_j)
+    y_i = a_i - sum_j a_j softmax_j(s_i a_j).
 
-from close to the minimum (s = -2) over the mean (s = 0) to close to the maximum (s = 2). Values
-have random tails: three of four elements lie near 0, each further level is four times rarer,
-and how far apart the levels are is drawn anew for every set. So the answer hangs on a handful
-of elements among the 100,000.
+The soft extremum is close to the minimum at s = -2, the mean at s = 0, and close to the maximum at
+s = 2. Values have random tails: three of four elements are near 0, each further level is four times
+rarer, and the distances between levels are random for every set. So the target depends on a handful
+of the 100,000 elements.
 
-Mean pooling cannot give it: replacing k of n elements moves the mean of any features of them by at
-most k/n times the features' diameter, a ten-thousandth for the ten elements that decide; the
-network behind it would have to amplify that to a change of order 1. One rank-1 softmax head can,
-exactly: query s_i, key a_j, value a_j. Mean pooling is the same network with W_Q = 0, and is
-trained beside it.
+Mean pooling cannot compute it: replacing k of n elements changes the mean of any features by at
+most k/n times their diameter, a ten-thousandth for the ten elements that matter, and the network
+after it would have to amplify this to a change of order 1. One rank-1 softmax head can compute it
+exactly: query s_i, key a_j, value a_j. Mean pooling is the same network with W_Q = 0, trained for
+comparison.
 
-The figure printed, "skill", is the share explained of what varies from set to set: 0 for whoever
-answers with the average over sets at each temperature, 1 for the truth.
+The printed "skill" is the explained share of the variance between sets: 0 for the average over sets
+at each temperature, 1 for the truth.
 
     python examples/train_soft_extremum.py
     python examples/train_soft_extremum.py --set-size 2000 --models rank-1 full-rank mean --seeds 3
@@ -34,9 +34,9 @@ from boltzattn.nn import OneLayerTransformer
 from torch import Tensor
 from tqdm import trange
 
-DIM = 4  # value, inverse temperature, and two empty coordinates to work in
-RARER = 4  # each level has that many times fewer elements than the one below
-TEMPERATURES = torch.linspace(-2, 2, 33)  # few, so that targets can be had from plain torch
+DIM = 4  # value, inverse temperature, and two free coordinates
+RARER = 4  # each level has this many times fewer elements than the one below
+TEMPERATURES = torch.linspace(-2, 2, 33)  # few, so that the targets are cheap
 
 
 def draw_set(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,31 +62,31 @@ def draw_set(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Ten
 
 
 def block(num_heads: int, rank: int, method: str) -> OneLayerTransformer:
-    """The paper's block: no normalisation, no scaling, heads of one size throughout."""
+    """The paper's block: no normalisation, no scaling, rank equal to head_dim."""
     return OneLayerTransformer(
         DIM,
         form="paper",
         num_heads=num_heads,
         rank=rank,
         head_dim=rank,
-        ff1_hidden=8,
-        ff2_hidden=16,
+        ff1_hidden_dim=8,
+        ff2_hidden_dim=16,
         method=method,
     )
 
 
 def rank_one(method: str) -> OneLayerTransformer:
-    """Eight heads of size 1: a head that starts out looking the wrong way learns nothing."""
+    """Eight heads of size 1, because a head with a bad start learns nothing."""
     return block(8, 1, method)
 
 
 def full_rank(method: str) -> OneLayerTransformer:
-    """Heads with an arbitrary bilinear form on the elements."""
+    """Heads with an arbitrary bilinear form."""
     return block(4, DIM, method)
 
 
 def mean_pooling(method: str) -> OneLayerTransformer:
-    """The rank-1 model without queries: equal weights, a mean of the values."""
+    """The rank-1 model with zero queries: equal weights, so a mean of the values."""
     model = rank_one(method)
     torch.nn.init.zeros_(model.attention.q_proj_weight)
     model.attention.q_proj_weight.requires_grad_(False)
@@ -103,7 +103,7 @@ MODELS: dict[str, Callable[[str], OneLayerTransformer]] = {
 def train(
     model: OneLayerTransformer, set_size: int, steps: int, seed: int, show: str | None = None
 ) -> list[float]:
-    """One fresh set a step; returns the losses. `show` labels a progress bar."""
+    """Train on a fresh set in every step; return the losses. `show` labels a progress bar."""
     generator = torch.Generator().manual_seed(seed)
     dtype = model.attention.v_proj_weight.dtype
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -129,7 +129,7 @@ def train(
 
 @torch.no_grad()
 def skill(model: OneLayerTransformer, set_size: int, sets: int = 32) -> float:
-    """1 - mean squared error / variance from set to set, on sets never seen."""
+    """1 - mean squared error / variance between sets, on unseen sets."""
     generator = torch.Generator().manual_seed(2**31)
     errors, extrema = [], []
     for _ in range(sets):
@@ -143,9 +143,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--set-size", type=int, default=100_000)
     parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each model")
+    parser.add_argument("--seeds", type=int, default=1, help="number of runs of each model")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["rank-1", "mean"])
-    parser.add_argument("--method", default="auto", help="of boltzattn.attention")
+    parser.add_argument("--method", default="auto", help="method of boltzattn.attention")
     options = parser.parse_args()
     for name in options.models:
         skills = []

@@ -1,4 +1,4 @@
-"""The two operators on random inputs, as the autograd functions call them."""
+"""The operators `attention` and `attention_backward` on random inputs."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from boltzattn.problem import Choice, Problem
 from torch import Tensor
 
 
 def forward(method: str, inputs: tuple[Tensor, Tensor, Tensor], causal: bool = False) -> Callable:
     """A call of the forward operator on `inputs`: query, key, value."""
-    return partial(torch.ops.boltzattn.forward, *inputs, *_rest(inputs, causal, method))
+    return partial(torch.ops.boltzattn.attention, *_arguments(method, inputs, causal))
 
 
 def backward(method: str, inputs: tuple[Tensor, Tensor, Tensor], causal: bool = False) -> Callable:
-    """A call of the backward operator on the forward's results."""
-    rest = _rest(inputs, causal, method)
-    out, lse = torch.ops.boltzattn.forward(*inputs, *rest)
-    return partial(
-        torch.ops.boltzattn.backward, torch.randn_like(out), None, *inputs, out, lse, *rest
-    )
+    """A call of the backward operator on the results of forward."""
+    arguments = _arguments(method, inputs, causal)
+    out, lse = torch.ops.boltzattn.attention(*arguments)
+    grad_out = torch.randn_like(out)
+    return partial(torch.ops.boltzattn.attention_backward, grad_out, None, out, lse, *arguments)
 
 
 def random_inputs(
@@ -32,6 +32,7 @@ def random_inputs(
     return query, key, value
 
 
-def _rest(inputs: tuple[Tensor, Tensor, Tensor], causal: bool, method: str) -> tuple:
-    """attn_mask, key_mask, seed, scale, dropout_p, is_causal, method, backend."""
-    return None, None, None, inputs[0].shape[-1] ** -0.5, 0.0, causal, method, "auto"
+def _arguments(method: str, inputs: tuple[Tensor, Tensor, Tensor], causal: bool) -> tuple:
+    scale = inputs[0].shape[-1] ** -0.5
+    problem = Problem(*inputs, None, None, None, scale, dropout_p=0.0, is_causal=causal)
+    return *problem, *Choice(method, "auto")

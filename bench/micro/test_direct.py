@@ -1,4 +1,4 @@
-"""The direct method: each rank, each dtype, causal, and the cost of a call with nothing to do."""
+"""The direct method: each rank, each dtype, causal, and the overhead of a call."""
 
 import boltzattn
 import pytest

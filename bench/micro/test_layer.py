@@ -1,4 +1,4 @@
-"""What surrounds the reduction: projections, and the Boltzmann operator."""
+"""Layers, projections, and the Boltzmann operator."""
 
 import boltzattn
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 
 def layer(heads: int, dim: int, n: int, rank: int, grad: bool):
-    """x, its projections as in nn.Linear, and a call of self_attention on them."""
+    """The leaves (x and the weights), and a call of self_attention."""
     x = torch.randn(1, n, dim, requires_grad=grad)
     shapes = [(heads * rank, dim), (heads * rank, dim), (dim, dim), (dim, dim)]
     weights = [(torch.randn(shape) / dim**0.5).requires_grad_(grad) for shape in shapes]
@@ -34,7 +34,7 @@ def test_backward(benchmark, heads, rank):
 @pytest.mark.benchmark(group="project: q and k of one head from x")
 @pytest.mark.parametrize("width", [2, 1024])
 def test_project(benchmark, width):
-    """Two columns are what rank 1 needs of x; 1024 is one full linear map, for comparison."""
+    """Rank 1 needs two columns; 1024 is a full linear map, for comparison."""
     x, weight = torch.randn(4096, 1024), torch.randn(width, 1024)
     benchmark(torch.nn.functional.linear, x, weight)
 

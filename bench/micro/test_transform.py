@@ -1,8 +1,8 @@
 """The transform, stage by stage.
 
-The stages are told apart by what they cost: moments grow with the keys, evaluation with the
-queries, and the core with neither. So many keys with few queries are moments and core, and so on.
-In the backward the same three shapes weigh the adjoints.
+The time of `moments` grows with the keys, that of `evaluate` with the queries, and that of `core`
+with neither. So many keys with few queries measure `moments` and `core`, and so on. The same shapes
+separate the stages of backward.
 """
 
 import pytest
@@ -43,7 +43,7 @@ def test_dtype(benchmark, kernel, dtype):
 @pytest.mark.benchmark(group="transform, sharper logits")
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 100.0, 10_000.0])
 def test_temperature(benchmark, sharpness):
-    """The layout follows the range of the logits, and with it the core."""
+    """A larger range of the logits means a larger layout, and a larger core."""
     query, key, value = kernels.random_inputs(MANY, MANY)
     benchmark(kernels.forward("transform", (query * sharpness, key, value)))
 

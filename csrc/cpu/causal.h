@@ -2,40 +2,46 @@
 //
 // Cut the sequence into leaves; within a leaf the direct kernel applies the mask. At every size
 // from the leaf up, the left block of a pair acts on all queries of the right block without any
-// mask: that is a problem for the transform, and its result is merged into what those queries have.
+// mask. The transform computes that, and its result is merged into the results of those queries.
 // Query i sees keys 0 .. i, so queries past the last key see all of them.
 
-constexpr int64_t kLeaf = 512;  // below, the direct kernel is faster than a transform of its own
+constexpr int64_t kLeaf = 512;  // the direct kernel is faster for shorter blocks
 
-// A call on `count` blocks of every head: queries and keys of block b are [query, query + n_q) and
-// [key, key + n_k), counted from start + b * stride.
-struct Blocks {
+// Head offsets of calls on some rows of each head: `count` blocks, which start at
+// start + b * stride.
+struct Cuts {
+  int64_t heads, count, start, stride;
   Buffer<int64_t> offset;
+  int64_t* next = offset.data;
+
+  // Starts the tensor at token `first` of each block; `step` is its stride along tokens.
+  void cut(Matrix& m, int64_t first, int64_t step) {
+    if (!m) return;
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t b = 0; b < count; ++b)
+        next[h * count + b] = m.head[h] + (start + b * stride + first) * step;
+    m.head = next;
+    next += heads * count;
+  }
+};
+
+// A call on blocks: queries and keys of each are [query, query + n_q) and [key, key + n_k).
+struct Blocks {
+  Cuts cuts;
   Attention call;
 
   Blocks(const Attention& whole, int64_t start, int64_t count, int64_t stride, int64_t query,
          int64_t n_q, int64_t key, int64_t n_k, bool masked)
-      : offset(6 * whole.heads * count), call(whole) {
+      : cuts{whole.heads, count, start, stride, Buffer<int64_t>(6 * whole.heads * count)},
+        call(whole) {
     call.heads = whole.heads * count;
     call.n_q = n_q;
     call.n_k = n_k;
     call.is_causal = masked;
     call.merge = !masked;
-    int64_t* next = offset.data;
-    auto cut = [&](Matrix& m, int64_t first, int64_t step) {
-      if (!m) return;
-      for (int64_t h = 0; h < whole.heads; ++h)
-        for (int64_t b = 0; b < count; ++b)
-          next[h * count + b] = m.head[h] + (start + b * stride + first) * step;
-      m.head = next;
-      next += call.heads;
-    };
-    cut(call.query, query, call.query.row);
-    cut(call.out, query, call.out.row);
-    cut(call.lse, query, call.lse.row);
-    cut(call.key, key, call.key.row);
-    cut(call.value, key, call.value.row);
-    cut(call.key_mask, key, call.key_mask.column);
+    for (Matrix* m : {&call.query, &call.out, &call.lse}) cuts.cut(*m, query, m->row);
+    for (Matrix* m : {&call.key, &call.value}) cuts.cut(*m, key, m->row);
+    cuts.cut(call.key_mask, key, call.key_mask.column);
   }
 };
 
@@ -45,7 +51,7 @@ static void causal_forward(const Attention& call) {
   const int64_t whole = n / kLeaf, rest = n - whole * kLeaf;
   auto leaves = [&](int64_t start, int64_t count, int64_t size) {
     const Blocks blocks(call, start, count, size, 0, size, 0, size, true);
-    if (count > 0) direct_forward<T>(blocks.call, 0, blocks.call.heads);
+    if (count > 0) direct_forward<T>(blocks.call);
   };
   leaves(0, whole, kLeaf);
   leaves(whole * kLeaf, rest > 0, rest);
@@ -59,7 +65,7 @@ static void causal_forward(const Attention& call) {
     pairs(0, complete, half, half);
     pairs(complete * 2 * half, 1, half, n - complete * 2 * half - half);
   }
-  if (call.n_q > n) {  // they have met no key yet
+  if (call.n_q > n) {  // these have not seen any key yet
     Blocks blocks(call, 0, 1, 0, n, call.n_q - n, 0, n, false);
     blocks.call.merge = false;
     transform_forward<T>(blocks.call);

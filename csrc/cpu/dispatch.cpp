@@ -6,7 +6,6 @@
 
 namespace boltzattn {
 
-static const Kernels* const kTables[] = {&kAvx512, &kAvx2, &kPortable};
 static std::atomic<const Kernels*> forced{nullptr};
 
 const Kernels& kernels() {

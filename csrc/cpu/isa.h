@@ -1,11 +1,24 @@
-// The kernels are compiled once per instruction set; this table of functions is what each offers.
+// The CPU kernels are compiled once per instruction set, and each set provides this table of
+// functions.
+//
+// Each isa_*.cpp includes this file before it enables instructions: inline functions that other
+// files share must not be compiled with instructions that the machine may not have.
 #pragma once
 
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <utility>
+
+#include "cpu/parallel.h"
 #include "cpu/problem.h"
+#include "spec/certificate.h"
+#include "spec/dropout.h"
+#include "spec/online_softmax.h"
 
 namespace boltzattn {
 
-// What the transform makes of a head, for `explain` and for tests.
+// What the transform makes of a head.
 struct TransformReport {
   double served;       // 0: the head goes to `direct`
   double certificate;  // bound of the error of out, relative to max|value|
@@ -20,29 +33,36 @@ struct Kernels {
   void (*direct_backward)(const AttentionGradient&);
   void (*transform_forward)(const Attention&);
   void (*transform_backward)(const AttentionGradient&);
+  void (*transform_report)(const Attention&, TransformReport*);  // one per head
+  void (*causal_forward)(const Attention&);                      // rank 1, by direct and transform
   void (*varlen_forward)(const Attention&, const Sequence*, int64_t count);
   void (*varlen_backward)(const AttentionGradient&, const Sequence*, int64_t count);
-  void (*causal_forward)(const Attention&);  // rank 1, by direct and transform
-  bool (*layer_forward)(const Attention&);   // false: not served, results void
-  bool (*layer_backward)(const AttentionGradient&);
+  bool (*layer_forward)(const Attention&, const Layer&);  // false: not served, results void
+  bool (*layer_backward)(const AttentionGradient&, const Layer&);
   void (*project)(const Projection&);
-  // The transform in stages; sizes are of sums over the keys and of sums over the queries.
+  // The transform in stages, for tokens on several machines: see transform/stages.h. Sizes are the
+  // numbers of elements of the moments and of the query moments of all heads.
   void (*stage_extents)(const Attention&, Extent*);  // queries and keys of every head
-  void (*stage_sizes)(const AttentionGradient&, const SharedRange*, int64_t* sizes);
-  void (*stage_moments)(const AttentionGradient&, const SharedRange*, const Extent*, double* sums);
-  void (*stage_evaluate)(const AttentionGradient&, const SharedRange*, const double* sums,
-                         bool* served);
-  void (*stage_query_moments)(const AttentionGradient&, const SharedRange*, const double* sums,
-                              double* query_sums);
-  void (*stage_adjoint)(const AttentionGradient&, const SharedRange*, const double* sums,
-                        const double* query_sums);
-  void (*transform_report)(const Attention&, TransformReport*);  // one per head
+  void (*stage_sizes)(const Attention&, const SharedRange*, int64_t* sizes);
+  void (*stage_moments)(const Attention&, const SharedRange*, const Extent*, double* moments);
+  void (*stage_evaluate)(const Attention&, const SharedRange*, const double* moments, bool* served);
+  void (*stage_query_moments)(const AttentionGradient&, const SharedRange*, const double* moments,
+                              double* query_moments);
+  void (*stage_adjoint)(const AttentionGradient&, const SharedRange*, const double* moments,
+                        const double* query_moments);
 };
 
 extern const Kernels kAvx512, kAvx2, kPortable;
 
+// The tables for this architecture, best first.
+constexpr const Kernels* kTables[] = {
+#ifdef __x86_64__
+    &kAvx512, &kAvx2,
+#endif
+    &kPortable};
+
 // The best supported table, unless a test has forced another by name.
 const Kernels& kernels();
-const char* force_isa(const char* name);  // nullptr: back to the best; returns an error or nullptr
+const char* force_isa(const char* name);  // nullptr: the best; returns an error or nullptr
 
 }  // namespace boltzattn

@@ -1,15 +1,6 @@
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <utility>
-
 #include "cpu/isa.h"
-#include "cpu/parallel.h"
-#include "cpu/problem.h"
-#include "layout.h"
-#include "online_softmax.h"
 
-#if defined(__x86_64__)
+#ifdef __x86_64__
 
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma,prfchw"))), apply_to = function)
@@ -25,16 +16,8 @@
 #endif
 
 namespace boltzattn {
-static bool supported() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
-const Kernels kAvx2 = {"avx2", supported, BOLTZATTN_KERNELS(avx2)};
-}  // namespace boltzattn
-
-#else
-
-namespace boltzattn {
-const Kernels kAvx2 = {"avx2", [] { return false; }};
+const Kernels kAvx2 = avx2::table(
+    "avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); });
 }  // namespace boltzattn
 
 #endif

@@ -1,15 +1,6 @@
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <utility>
-
 #include "cpu/isa.h"
-#include "cpu/parallel.h"
-#include "cpu/problem.h"
-#include "layout.h"
-#include "online_softmax.h"
 
-#if defined(__x86_64__)
+#ifdef __x86_64__
 
 #ifdef __clang__
 #pragma clang attribute push(                                                      \
@@ -27,17 +18,10 @@
 #endif
 
 namespace boltzattn {
-static bool supported() {
+const Kernels kAvx512 = avx512::table("avx512", [] {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-const Kernels kAvx512 = {"avx512", supported, BOLTZATTN_KERNELS(avx512)};
-}  // namespace boltzattn
-
-#else
-
-namespace boltzattn {
-const Kernels kAvx512 = {"avx512", [] { return false; }};
+});
 }  // namespace boltzattn
 
 #endif

@@ -1,13 +1,4 @@
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <utility>
-
 #include "cpu/isa.h"
-#include "cpu/parallel.h"
-#include "cpu/problem.h"
-#include "layout.h"
-#include "online_softmax.h"
 
 #define BOLTZATTN_ISA portable
 #define BOLTZATTN_VECTOR_BYTES 16
@@ -15,8 +6,5 @@
 #include "cpu/kernels.inc.h"
 
 namespace boltzattn {
-static bool supported() {
-  return true;
-}
-const Kernels kPortable = {"portable", supported, BOLTZATTN_KERNELS(portable)};
+const Kernels kPortable = portable::table("portable", [] { return true; });
 }  // namespace boltzattn

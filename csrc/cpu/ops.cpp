@@ -1,21 +1,17 @@
-// torch's side of the CPU kernels: operators by the stable ABI, tensors to plain descriptions.
-// Shapes and dtypes have been checked by the Python side; what is checked here again is what would
-// make a kernel read outside its memory.
+// torch's side of the CPU kernels: operators by the stable ABI.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
 #include <atomic>
-#include <memory>
+#include <list>
 #include <new>
 #include <tuple>
 #include <vector>
 
 #include "cpu/isa.h"
-#include "cpu/parallel.h"
 #include "schema.h"
 #include "tensors.h"
 
@@ -45,121 +41,34 @@ void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* context) {
 namespace {
 
 // Keeps the lists of head offsets alive while kernels run.
-class Descriptions {
+class Views : public Arguments {
  public:
-  explicit Descriptions(const Tensor& query) {
-    for (int64_t d = 0; d + 2 < query.dim(); ++d) lead_.push_back(query.size(d));
-    heads_ = 1;
-    for (int64_t size : lead_) heads_ *= size;
-  }
+  Views(const char* name, const Tensor& first) : Arguments(name, first, false) {}
+  explicit Views(const Tensor& query) : Views("query", query) {}
 
-  int64_t heads() const { return heads_; }
-
-  // Heads share this tensor, or a row of it: `across` says which leading dimensions it has.
-  Matrix shared(const OptionalTensor& x, std::vector<bool> across, int64_t rows, int64_t columns) {
+  Matrix operator()(const char* name, const OptionalTensor& x, int64_t rows, int64_t columns,
+                    Holds holds = Holds::kNumbers, uint64_t across = kAll) {
     if (!x) return {};
-    const int64_t inner = rows > 0 ? 2 : 1;
-    bool same = x->is_cpu() && x->size(x->dim() - 1) == columns &&
-                (rows == 0 || x->size(x->dim() - 2) == rows);
-    std::vector<int64_t> stride;
-    int64_t d = 0;
-    for (size_t k = 0; k < lead_.size(); ++k) {
-      same = same && (!across[k] || (d < x->dim() - inner && x->size(d) == lead_[k]));
-      stride.push_back(across[k] && same ? x->stride(d++) : 0);
+    const Strides found = strides(name, *x, rows, columns, holds, across);
+    std::vector<int64_t> offset(1, 0);
+    for (size_t d = 0; d < lead().size(); ++d) {
+      std::vector<int64_t> next;
+      next.reserve(offset.size() * size_t(lead()[d]));
+      for (int64_t base : offset)
+        for (int64_t i = 0; i < lead()[d]; ++i) next.push_back(base + i * found.lead[d]);
+      offset.swap(next);
     }
-    STD_TORCH_CHECK(same && d == x->dim() - inner,
-                    "boltzattn: a tensor has another shape or device");
-    return {x->data_ptr(), dtype_of(*x), offsets(stride), rows > 0 ? x->stride(x->dim() - 2) : 0,
-            x->stride(x->dim() - 1)};
-  }
-
-  // `inner` is the number of trailing dimensions that are not leading ones: 2 for a matrix,
-  // 1 for a vector along rows or columns, 0 for a scalar per head.
-  Matrix matrix(const Tensor& x, int64_t rows, int64_t columns) {
-    check(x, {rows, columns});
-    return {x.data_ptr(), dtype_of(x), offsets(x), x.stride(x.dim() - 2), x.stride(x.dim() - 1)};
-  }
-  Matrix row_vector(const OptionalTensor& x, int64_t columns) {
-    if (!x) return {};
-    check(*x, {columns});
-    return {x->data_ptr(), dtype_of(*x), offsets(*x), 0, x->stride(x->dim() - 1)};
-  }
-  Matrix column_vector(const OptionalTensor& x, int64_t rows) {
-    if (!x) return {};
-    check(*x, {rows});
-    return {x->data_ptr(), dtype_of(*x), offsets(*x), x->stride(x->dim() - 1), 0};
-  }
-  Matrix scalar(const OptionalTensor& x) {
-    if (!x) return {};
-    check(*x, {});
-    return {x->data_ptr(), dtype_of(*x), offsets(*x), 0, 0};
+    kept_.push_back(std::move(offset));
+    return {x->data_ptr(), dtype_of(*x), kept_.back().data(), found.row, found.column};
   }
 
  private:
-  void check(const Tensor& x, const std::vector<int64_t>& inner) const {
-    const int64_t lead = int64_t(lead_.size());
-    bool same = x.dim() == lead + int64_t(inner.size());
-    for (int64_t d = 0; same && d < x.dim(); ++d)
-      same = x.size(d) == (d < lead ? lead_[size_t(d)] : inner[size_t(d - lead)]);
-    STD_TORCH_CHECK(same && x.is_cpu(), "boltzattn: a tensor has another shape or device");
-  }
-
-  const int64_t* offsets(const Tensor& x) {
-    std::vector<int64_t> stride;
-    for (size_t d = 0; d < lead_.size(); ++d) stride.push_back(x.stride(int64_t(d)));
-    return offsets(stride);
-  }
-  const int64_t* offsets(const std::vector<int64_t>& stride) {
-    std::vector<int64_t> offset(1, 0);
-    for (size_t d = 0; d < lead_.size(); ++d) {
-      std::vector<int64_t> next;
-      next.reserve(offset.size() * size_t(lead_[d]));
-      for (int64_t base : offset)
-        for (int64_t i = 0; i < lead_[d]; ++i) next.push_back(base + i * stride[d]);
-      offset.swap(next);
-    }
-    kept_.push_back(std::make_unique<std::vector<int64_t>>(std::move(offset)));
-    return kept_.back()->data();
-  }
-
-  std::vector<int64_t> lead_;
-  int64_t heads_;
-  std::vector<std::unique_ptr<std::vector<int64_t>>> kept_;
+  std::list<std::vector<int64_t>> kept_;
 };
 
-Attention describe(Descriptions& d, const Tensor& query, const Tensor& key, const Tensor& value,
-                   const OptionalTensor& attn_mask, const OptionalTensor& key_mask,
-                   const OptionalTensor& seed, double scale, double dropout_p, bool is_causal,
-                   const Tensor& out, const Tensor& lse) {
-  Attention call{};
-  call.heads = d.heads();
-  call.n_q = query.size(query.dim() - 2);
-  call.n_k = key.size(key.dim() - 2);
-  call.rank = query.size(query.dim() - 1);
-  call.dv = value.size(value.dim() - 1);
-  call.scale = scale;
-  call.dropout_p = dropout_p;
-  call.is_causal = is_causal;
-  call.query = d.matrix(query, call.n_q, call.rank);
-  call.key = d.matrix(key, call.n_k, call.rank);
-  call.value = d.matrix(value, call.n_k, call.dv);
-  if (attn_mask) call.attn_mask = d.matrix(*attn_mask, call.n_q, call.n_k);
-  call.key_mask = d.row_vector(key_mask, call.n_k);
-  call.seed = d.scalar(seed);
-  call.out = d.matrix(out, call.n_q, call.dv);
-  STD_TORCH_CHECK(lse.is_contiguous() && lse.scalar_type() == ScalarType::Double,
-                  "boltzattn: lse must be contiguous float64");
-  call.lse = d.column_vector(lse, call.n_q);
-  call.value_columns = call.dv;
-  call.summed = 1;
-  return call;
-}
-
-// A new tensor that will be written row by row. A large one is fresh memory, and most of the time
-// of a first write to small pages is the kernel's: huge pages need a five-hundredth of its faults.
-Tensor new_rows(const Tensor& like, std::vector<int64_t> shape,
-                std::optional<ScalarType> dtype = {}) {
-  Tensor x = torch::stable::new_empty(like, std::move(shape), dtype);
+// Asks for huge pages for a new tensor. A large tensor is fresh memory, and the first write to it
+// spends most of its time in page faults; huge pages need a five-hundredth of them.
+Tensor in_huge_pages(Tensor x) {
 #ifdef __linux__
   constexpr uintptr_t kHugePage = 2 << 20;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(x.data_ptr());
@@ -172,221 +81,277 @@ Tensor new_rows(const Tensor& like, std::vector<int64_t> shape,
   return x;
 }
 
-using Forward = void (*)(const Attention&);
-using Backward = void (*)(const AttentionGradient&);
+// Which problems an operator takes.
+enum class Takes { kAll, kTransform, kCausalTransform, kVarlen };
 
-template <Forward Kernels::* kernel>
+// A problem, checked and described.
+struct Described {
+  Views view;
+  AttentionGradient g{};
+  Attention& call = g.call;
+
+  Described(Takes takes, BOLTZATTN_PROBLEM_PARAMETERS) : view(query) {
+    const Problem p{BOLTZATTN_PROBLEM_ARGUMENTS};
+    describe(view, p, call);
+    if (takes == Takes::kTransform) check_transform(p, false);
+    if (takes == Takes::kCausalTransform) check_transform(p, true);
+    STD_TORCH_CHECK(takes != Takes::kVarlen || (!attn_mask && !key_mask && dropout_p == 0),
+                    "boltzattn: varlen takes no attn_mask, no key_mask and no dropout");
+  }
+
+  // Describes the results of forward, new or saved.
+  void set_results(const Tensor& out, const Tensor& lse) {
+    call.out = view("out", out, call.n_q, call.dv);
+    call.lse = view("lse", lse, call.n_q, kNone, Holds::kFloat64);
+    STD_TORCH_CHECK(lse.is_contiguous(), "boltzattn: lse must be contiguous");
+  }
+  std::tuple<Tensor, Tensor> new_results() {
+    Tensor out = in_huge_pages(view.result({call.n_q, call.dv}));
+    Tensor lse = view.result({call.n_q}, ScalarType::Double);
+    set_results(out, lse);
+    return {out, lse};
+  }
+};
+
+template <void (*Kernels::*kernel)(const Attention&), Takes takes>
 std::tuple<Tensor, Tensor> forward(BOLTZATTN_PROBLEM_PARAMETERS) {
-  Tensor out = new_rows(query, shape_with(query, value.size(value.dim() - 1)));
-  Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
-  Descriptions d(query);
-  (kernels().*kernel)(describe(d, BOLTZATTN_PROBLEM_ARGUMENTS, out, lse));
-  return {out, lse};
+  Described one(takes, BOLTZATTN_PROBLEM_ARGUMENTS);
+  auto results = one.new_results();
+  (kernels().*kernel)(one.call);
+  return results;
 }
 
-template <Backward Kernels::* kernel>
-std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor out,
-                                            Tensor lse, BOLTZATTN_PROBLEM_PARAMETERS) {
-  Tensor grad_query = torch::stable::new_empty(query, shape_of(query));
-  Tensor grad_key = torch::stable::new_empty(key, shape_of(key));
-  Tensor grad_value = new_rows(value, shape_of(value));
-  Descriptions d(query);
-  AttentionGradient g{};
-  g.call = describe(d, BOLTZATTN_PROBLEM_ARGUMENTS, out, lse);
-  g.grad_out = d.matrix(grad_out, g.call.n_q, g.call.dv);
-  g.grad_lse = d.column_vector(grad_lse, g.call.n_q);
-  g.grad_query = d.matrix(grad_query, g.call.n_q, g.call.rank);
-  g.grad_key = d.matrix(grad_key, g.call.n_k, g.call.rank);
-  g.grad_value = d.matrix(grad_value, g.call.n_k, g.call.dv);
-  (kernels().*kernel)(g);
+template <void (*Kernels::*kernel)(const AttentionGradient&), Takes takes>
+std::tuple<Tensor, Tensor, Tensor> backward(BOLTZATTN_SAVED_PARAMETERS,
+                                            BOLTZATTN_PROBLEM_PARAMETERS) {
+  Described one(takes, BOLTZATTN_PROBLEM_ARGUMENTS);
+  one.set_results(out, lse);
+  Tensor grad_query = one.view.result({one.call.n_q, one.call.rank});
+  Tensor grad_key = one.view.result({one.call.n_k, one.call.rank});
+  Tensor grad_value = in_huge_pages(one.view.result({one.call.n_k, one.call.dv}));
+  describe_gradients(one.view, grad_out, grad_lse, grad_query, grad_key, grad_value, one.g);
+  (kernels().*kernel)(one.g);
   return {grad_query, grad_key, grad_value};
 }
 
-// Sequences end to end take no masks and no dropout.
-void check_plain(const Attention& call) {
-  STD_TORCH_CHECK(!call.attn_mask && !call.key_mask && call.dropout_p == 0,
-                  "boltzattn: varlen takes no attn_mask, no key_mask and no dropout");
+// [heads, 7] in the order of TransformReport.
+Tensor transform_report(BOLTZATTN_PROBLEM_PARAMETERS) {
+  const Described one(Takes::kTransform, BOLTZATTN_PROBLEM_ARGUMENTS);
+  Tensor reports =
+      one.view.doubles({one.call.heads, int64_t(sizeof(TransformReport) / sizeof(double))});
+  kernels().transform_report(one.call, static_cast<TransformReport*>(reports.data_ptr()));
+  return reports;
 }
 
-// The sequences of a varlen call from where they begin, int64 [count + 1] each, and which of them
-// the transform serves, bool [count].
-std::vector<Sequence> sequences_of(const Attention& call, const Tensor& query_starts,
+// ---- sequences end to end ----
+
+// The sequences of a call from where they begin, int64 [count + 1] each, and which of them the
+// transform serves, bool [count].
+std::vector<Sequence> sequences_of(const Described& one, const Tensor& query_starts,
                                    const Tensor& key_starts, const Tensor& by_transform) {
   const int64_t count = by_transform.numel();
-  for (const Tensor* starts : {&query_starts, &key_starts})
-    STD_TORCH_CHECK(starts->is_cpu() && starts->is_contiguous() && starts->numel() == count + 1 &&
-                        starts->scalar_type() == ScalarType::Long,
-                    "boltzattn: starts of sequences must be contiguous int64 [count + 1]");
-  STD_TORCH_CHECK(by_transform.is_cpu() && by_transform.is_contiguous() &&
-                      by_transform.scalar_type() == ScalarType::Bool,
-                  "boltzattn: by_transform must be contiguous bool");
-  const int64_t* query = static_cast<const int64_t*>(query_starts.data_ptr());
-  const int64_t* key = static_cast<const int64_t*>(key_starts.data_ptr());
-  const bool* served = static_cast<const bool*>(by_transform.data_ptr());
+  const bool* served = one.view.dense<bool>("by_transform", by_transform, {count}, Holds::kBool);
+  const int64_t* query =
+      one.view.dense<int64_t>("query_starts", query_starts, {count + 1}, Holds::kInt64);
+  const int64_t* key =
+      one.view.dense<int64_t>("key_starts", key_starts, {count + 1}, Holds::kInt64);
+  STD_TORCH_CHECK(
+      query[0] == 0 && query[count] == one.call.n_q && key[0] == 0 && key[count] == one.call.n_k,
+      "boltzattn: sequences must cover all rows");
   std::vector<Sequence> sequences;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t n_q = query[i + 1] - query[i], n_k = key[i + 1] - key[i];
     STD_TORCH_CHECK(n_q >= 0 && n_k >= 0, "boltzattn: starts of sequences must not decrease");
+    STD_TORCH_CHECK(!served[i] || one.call.rank == 1, "boltzattn: the transform takes rank 1");
     sequences.push_back({query[i], n_q, key[i], n_k, served[i]});
   }
-  STD_TORCH_CHECK(
-      query[0] == 0 && query[count] == call.n_q && key[0] == 0 && key[count] == call.n_k,
-      "boltzattn: sequences must cover all rows");
   return sequences;
 }
 
-// Like `forward`, of sequences end to end; out has the strides it is given.
+// Like `forward`; out has the strides it is given.
 Tensor varlen_forward(BOLTZATTN_PROBLEM_PARAMETERS, Tensor query_starts, Tensor key_starts,
                       Tensor by_transform, Tensor out) {
-  Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
-  Descriptions d(query);
-  const Attention call = describe(d, BOLTZATTN_PROBLEM_ARGUMENTS, out, lse);
-  check_plain(call);
-  const auto sequences = sequences_of(call, query_starts, key_starts, by_transform);
-  kernels().varlen_forward(call, sequences.data(), int64_t(sequences.size()));
+  Described one(Takes::kVarlen, BOLTZATTN_PROBLEM_ARGUMENTS);
+  const auto sequences = sequences_of(one, query_starts, key_starts, by_transform);
+  Tensor lse = one.view.result({one.call.n_q}, ScalarType::Double);
+  one.set_results(out, lse);
+  kernels().varlen_forward(one.call, sequences.data(), int64_t(sequences.size()));
   return lse;
 }
 
-void varlen_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor out, Tensor lse,
-                     BOLTZATTN_PROBLEM_PARAMETERS, Tensor query_starts, Tensor key_starts,
-                     Tensor by_transform, Tensor grad_query, Tensor grad_key, Tensor grad_value) {
-  Descriptions d(query);
-  AttentionGradient g{};
-  g.call = describe(d, BOLTZATTN_PROBLEM_ARGUMENTS, out, lse);
-  check_plain(g.call);
-  g.grad_out = d.matrix(grad_out, g.call.n_q, g.call.dv);
-  g.grad_lse = d.column_vector(grad_lse, g.call.n_q);
-  g.grad_query = d.matrix(grad_query, g.call.n_q, g.call.rank);
-  g.grad_key = d.matrix(grad_key, g.call.n_k, g.call.rank);
-  g.grad_value = d.matrix(grad_value, g.call.n_k, g.call.dv);
-  const auto sequences = sequences_of(g.call, query_starts, key_starts, by_transform);
-  kernels().varlen_backward(g, sequences.data(), int64_t(sequences.size()));
+void varlen_backward(BOLTZATTN_SAVED_PARAMETERS, BOLTZATTN_PROBLEM_PARAMETERS, Tensor query_starts,
+                     Tensor key_starts, Tensor by_transform, Tensor grad_query, Tensor grad_key,
+                     Tensor grad_value) {
+  Described one(Takes::kVarlen, BOLTZATTN_PROBLEM_ARGUMENTS);
+  const auto sequences = sequences_of(one, query_starts, key_starts, by_transform);
+  one.set_results(out, lse);
+  describe_gradients(one.view, grad_out, grad_lse, grad_query, grad_key, grad_value, one.g);
+  kernels().varlen_backward(one.g, sequences.data(), int64_t(sequences.size()));
 }
 
-constexpr int64_t kExtentSize = sizeof(Extent) / sizeof(double);
+// ---- layers ----
 
-// x: [batch, n, d]; weight: [outputs, d]; bias: [outputs]. Returns [batch, outputs, n] and the
-// extents [batch, outputs, 6].
-std::tuple<Tensor, Tensor> project(Tensor x, Tensor weight, OptionalTensor bias) {
-  STD_TORCH_CHECK(
-      x.dim() == 3 && weight.dim() == 2 && x.size(2) == weight.size(1) && x.is_cpu() &&
-          weight.is_cpu() &&
-          (!bias || (bias->dim() == 1 && bias->is_cpu() && bias->size(0) == weight.size(0))),
-      "boltzattn: a tensor of a projection has another shape or device");
-  Tensor out = torch::stable::new_empty(x, {x.size(0), weight.size(0), x.size(1)});
-  Tensor extents =
-      torch::stable::new_empty(x, {x.size(0), weight.size(0), kExtentSize}, ScalarType::Double);
-  std::vector<int64_t> of_x, of_out;
-  for (int64_t b = 0; b < x.size(0); ++b) {
-    of_x.push_back(b * x.stride(0));
-    of_out.push_back(b * out.stride(0));
+// Extents that the caller passes: `group` rows of queries, then as many of keys, and so on. Raises
+// unless they point at existing tokens.
+const Extent* extents_of(const Views& view, const Attention& call, const Tensor& x,
+                         const std::vector<int64_t>& shape, int64_t group) {
+  const Extent* extents =
+      reinterpret_cast<const Extent*>(view.dense<double>("extents", x, shape, Holds::kFloat64));
+  const auto within = [](double at, int64_t n) {
+    return at >= 0 && at < double(n);
+  };  // false for NaN
+  for (int64_t i = 0; i < x.numel() / kExtentSize; ++i) {
+    const Extent& e = extents[i];
+    const int64_t n = i / group % 2 ? call.n_k : call.n_q;
+    STD_TORCH_CHECK(
+        within(e.count, n + 1) && (e.count == 0 || (within(e.at_low, n) && within(e.at_high, n))),
+        "boltzattn: extents must count tokens and point at them");
   }
-  const int64_t start = 0;
+  return extents;
+}
+
+// (numbers [batch, outputs, n], extents [batch, outputs, 6])
+std::tuple<Tensor, Tensor> project(Tensor x, Tensor weight, OptionalTensor bias) {
+  Views view("x", x);
   Projection p{};
-  p.batch = x.size(0);
-  p.n = x.size(1);
-  p.columns = x.size(2);
-  p.outputs = weight.size(0);
-  p.x = {x.data_ptr(), dtype_of(x), of_x.data(), x.stride(1), x.stride(2)};
-  p.weight = {weight.data_ptr(), dtype_of(weight), &start, weight.stride(0), weight.stride(1)};
-  if (bias) p.bias = {bias->data_ptr(), dtype_of(*bias), &start, 0, bias->stride(0)};
-  p.out = {out.data_ptr(), dtype_of(out), of_out.data(), out.stride(1), out.stride(2)};
+  describe_projection(view, x, weight, bias, p);
+  Tensor out = view.result({p.outputs, p.n});
+  Tensor extents = view.result({p.outputs, kExtentSize}, ScalarType::Double);
+  p.out = view("out", out, p.outputs, p.n);
   p.extents = static_cast<Extent*>(extents.data_ptr());
   kernels().project(p);
   return {out, extents};
 }
 
-// A call of the transform that returns no outputs.
-Attention describe_tokens(Descriptions& d, BOLTZATTN_PROBLEM_PARAMETERS) {
-  STD_TORCH_CHECK(
-      query.dim() >= 2 && key.dim() >= 2 && value.dim() >= 2 && query.size(query.dim() - 1) == 1 &&
-          !attn_mask && dropout_p == 0 && !is_causal,
-      "boltzattn: the transform takes rank 1, no attn_mask, no dropout and no causal mask");
-  Attention call{};
-  call.heads = d.heads();
-  call.n_q = query.size(query.dim() - 2);
-  call.n_k = key.size(key.dim() - 2);
+// A layer whose values are projected at the nodes. query, key: [batch, heads, n, 1];
+// value: [batch, n_k, d]; weight: [heads, dv, d]; weight_bias: [heads, dv]; out_bias: [dv];
+// key_mask: [batch, n_k]. The results of the heads add up: out is [batch, n_q, dv].
+constexpr uint64_t kBatch = 1, kHeads = 2, kNeither = 0;
+
+Layer describe_layer(Views& view, BOLTZATTN_LAYER_PARAMETERS, Attention& call) {
+  STD_TORCH_CHECK(query.dim() == 4, "boltzattn: query of a layer must have 4 dimensions");
+  Layer layer{};
+  call.heads = view.heads();
+  call.n_q = query.size(2);
+  call.n_k = size_from_last("key", key, 1);
   call.rank = 1;
-  call.dv = value.size(value.dim() - 1);
+  call.dv = size_from_last("weight", weight, 1);
   call.scale = scale;
-  call.query = d.matrix(query, call.n_q, 1);
-  call.key = d.matrix(key, call.n_k, 1);
-  call.value = d.matrix(value, call.n_k, call.dv);
-  call.value_columns = call.dv;
-  call.summed = 1;
-  call.key_mask = d.row_vector(key_mask, call.n_k);
-  return call;
+  layer.columns = size_from_last("weight", weight, 0);
+  layer.summed = query.size(1);
+  STD_TORCH_CHECK(call.dv > 0 && layer.columns > 0, "boltzattn: weight must not be empty");
+  call.query = view("query", query, call.n_q, 1);
+  call.key = view("key", key, call.n_k, 1);
+  call.value = view("value", value, call.n_k, layer.columns, Holds::kNumbers, kBatch);
+  call.key_mask = view("key_mask", key_mask, kNone, call.n_k, Holds::kMask, kBatch);
+  layer.weight = view("weight", weight, call.dv, layer.columns, Holds::kNumbers, kHeads);
+  layer.weight_bias = view("weight_bias", weight_bias, kNone, call.dv, Holds::kNumbers, kHeads);
+  layer.out_bias = view("out_bias", out_bias, kNone, call.dv, Holds::kNumbers, kNeither);
+  if (extents)
+    layer.extents = extents_of(view, call, *extents, {query.size(0), 2 * layer.summed, kExtentSize},
+                               layer.summed);
+  return layer;
 }
 
-// [heads, 7] in the order of TransformReport.
-Tensor transform_report(BOLTZATTN_PROBLEM_PARAMETERS) {
-  Descriptions d(query);
-  const Attention call = describe_tokens(d, BOLTZATTN_PROBLEM_ARGUMENTS);
-  Tensor reports = torch::stable::new_empty(
-      query, {call.heads, int64_t(sizeof(TransformReport) / sizeof(double))}, ScalarType::Double);
-  kernels().transform_report(call, static_cast<TransformReport*>(reports.data_ptr()));
-  return reports;
+// Sums over heads are at least fp32.
+ScalarType sum_type(const Tensor& x, int64_t summed) {
+  const bool narrow = x.scalar_type() != ScalarType::Double;
+  return summed > 1 && narrow ? ScalarType::Float : x.scalar_type();
 }
 
-// ---- the transform in stages: see cpu/stages.h ----
-
-// Of queries and of keys: [heads, 2, 6].
-Tensor stage_extents(BOLTZATTN_PROBLEM_PARAMETERS) {
-  Descriptions d(query);
-  const Attention call = describe_tokens(d, BOLTZATTN_PROBLEM_ARGUMENTS);
-  Tensor extents =
-      torch::stable::new_empty(query, {call.heads, 2, kExtentSize}, ScalarType::Double);
-  kernels().stage_extents(call, static_cast<Extent*>(extents.data_ptr()));
-  return extents;
+std::tuple<Tensor, bool> layer_forward(BOLTZATTN_LAYER_PARAMETERS) {
+  Views view(query);
+  Attention call{};
+  const Layer layer = describe_layer(view, BOLTZATTN_LAYER_ARGUMENTS, call);
+  Tensor out = in_huge_pages(torch::stable::new_empty(value, {query.size(0), call.n_q, call.dv},
+                                                      sum_type(value, layer.summed)));
+  call.out = view("out", out, call.n_q, call.dv, Holds::kMask, kBatch);
+  return {out, kernels().layer_forward(call, layer)};
 }
 
-// Checked tensors of doubles that were shared between machines.
-const double* shared_numbers(const Tensor& x, int64_t size) {
-  STD_TORCH_CHECK(
-      x.is_cpu() && x.is_contiguous() && x.scalar_type() == ScalarType::Double && x.numel() == size,
-      "boltzattn: shared numbers must be contiguous float64 of the agreed size");
-  return static_cast<const double*>(x.data_ptr());
-}
-
-struct SharedCall {
-  Descriptions d;
+std::tuple<Tensor, Tensor, Tensor, Tensor, bool> layer_backward(Tensor grad_out,
+                                                                BOLTZATTN_LAYER_PARAMETERS) {
+  Views view(query);
   AttentionGradient g{};
-  const SharedRange* range;
+  Layer layer = describe_layer(view, BOLTZATTN_LAYER_ARGUMENTS, g.call);
+  Tensor grad_query = view.result({g.call.n_q, 1}), grad_key = view.result({g.call.n_k, 1});
+  const ScalarType summed = sum_type(value, layer.summed);
+  Tensor grad_value = in_huge_pages(torch::stable::new_empty(value, shape_of(value), summed));
+  Tensor grad_weight = torch::stable::new_zeros(weight, shape_of(weight),
+                                                query.size(0) > 1 ? summed : weight.scalar_type());
+  g.grad_out = view("grad_out", grad_out, g.call.n_q, g.call.dv, Holds::kNumbers, kBatch);
+  g.grad_query = view("grad_query", grad_query, g.call.n_q, 1);
+  g.grad_key = view("grad_key", grad_key, g.call.n_k, 1);
+  g.grad_value = view("grad_value", grad_value, g.call.n_k, layer.columns, Holds::kMask, kBatch);
+  layer.grad_weight =
+      view("grad_weight", grad_weight, g.call.dv, layer.columns, Holds::kMask, kHeads);
+  const bool served = kernels().layer_backward(g, layer);
+  return {grad_query, grad_key, grad_value, grad_weight, served};
+}
+
+// ---- the transform in stages: see transform/stages.h ----
+
+// A call on one of several machines, which have agreed on ranges.
+struct Shared : Described {
+  const SharedRange* ranges;
   int64_t sizes[2];  // of moments, of query moments
 
-  SharedCall(BOLTZATTN_PROBLEM_PARAMETERS, const Tensor& ranges) : d(query) {
-    g.call = describe_tokens(d, BOLTZATTN_PROBLEM_ARGUMENTS);
-    range = reinterpret_cast<const SharedRange*>(
-        shared_numbers(ranges, g.call.heads * int64_t(sizeof(SharedRange) / sizeof(double))));
-    kernels().stage_sizes(g, range, sizes);
+  Shared(BOLTZATTN_PROBLEM_PARAMETERS, const Tensor& agreed)
+      : Described(Takes::kTransform, BOLTZATTN_PROBLEM_ARGUMENTS) {
+    const int64_t size = sizeof(SharedRange) / sizeof(double);
+    ranges = reinterpret_cast<const SharedRange*>(
+        view.dense<double>("ranges", agreed, {call.heads, size}, Holds::kFloat64));
+    for (int64_t h = 0; h < call.heads; ++h) check(ranges[h]);
+    kernels().stage_sizes(call, ranges, sizes);
+  }
+
+  // Raises unless the layout is one that the transform could choose itself.
+  static void check(const SharedRange& r) {
+    constexpr double kMost = 1LL << 53;
+    const auto counts = [](double x) { return x >= 0 && x <= kMost; };  // false for NaN
+    STD_TORCH_CHECK(counts(r.keys) && counts(r.n_q) && counts(r.n_k) && r.level < kLevels,
+                    "boltzattn: ranges must have counts of tokens and a level below ", kLevels);
+    if (r.level < 0 || r.keys == 0 || r.n_q == 0) return;
+    const Range range{r.t_min, r.t_max, r.s_min, r.s_max, int64_t(r.keys)};
+    STD_TORCH_CHECK(
+        r.t_min <= r.t_max && r.s_min <= r.s_max && largest_product(range) <= kLargestProduct,
+        "boltzattn: ranges must be in order, with a product of at most ", kLargestProduct);
+  }
+
+  const double* moments(const Tensor& x) const {
+    return view.dense<double>("moments", x, {sizes[0]}, Holds::kFloat64);
   }
 };
 
-// How many numbers the moments and the query moments are.
+// Of queries and of keys: [heads, 2, 6].
+Tensor stage_extents(BOLTZATTN_PROBLEM_PARAMETERS) {
+  const Described one(Takes::kTransform, BOLTZATTN_PROBLEM_ARGUMENTS);
+  Tensor extents = one.view.doubles({one.call.heads, 2, kExtentSize});
+  kernels().stage_extents(one.call, static_cast<Extent*>(extents.data_ptr()));
+  return extents;
+}
+
+// The numbers of elements of the moments and of the query moments.
 std::tuple<int64_t, int64_t> stage_sizes(BOLTZATTN_PROBLEM_PARAMETERS, Tensor ranges) {
-  const SharedCall one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
+  const Shared one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
   return {one.sizes[0], one.sizes[1]};
 }
 
 Tensor stage_moments(BOLTZATTN_PROBLEM_PARAMETERS, Tensor extents, Tensor ranges) {
-  SharedCall one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
-  const double* found = shared_numbers(extents, one.g.call.heads * 2 * kExtentSize);
-  Tensor moments = torch::stable::new_empty(query, {one.sizes[0]}, ScalarType::Double);
-  kernels().stage_moments(one.g, one.range, reinterpret_cast<const Extent*>(found),
-                          static_cast<double*>(moments.data_ptr()));
+  const Shared one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
+  const Extent* found =
+      extents_of(one.view, one.call, extents, {one.call.heads, 2, kExtentSize}, 1);
+  Tensor moments = one.view.doubles({one.sizes[0]});
+  kernels().stage_moments(one.call, one.ranges, found, static_cast<double*>(moments.data_ptr()));
   return moments;
 }
 
 std::tuple<Tensor, Tensor, Tensor> stage_evaluate(BOLTZATTN_PROBLEM_PARAMETERS, Tensor ranges,
                                                   Tensor moments) {
-  SharedCall one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
-  Attention& call = one.g.call;
-  Tensor out = new_rows(query, shape_with(query, call.dv));
-  Tensor lse = torch::stable::new_empty(query, rows_of(query), ScalarType::Double);
-  Tensor served = torch::stable::new_empty(query, {call.heads}, ScalarType::Bool);
-  call.out = one.d.matrix(out, call.n_q, call.dv);
-  call.lse = one.d.column_vector(lse, call.n_q);
-  kernels().stage_evaluate(one.g, one.range, shared_numbers(moments, one.sizes[0]),
+  Shared one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
+  const auto [out, lse] = one.new_results();
+  Tensor served = torch::stable::new_empty(query, {one.call.heads}, ScalarType::Bool);
+  kernels().stage_evaluate(one.call, one.ranges, one.moments(moments),
                            static_cast<bool*>(served.data_ptr()));
   return {out, lse, served};
 }
@@ -394,99 +359,28 @@ std::tuple<Tensor, Tensor, Tensor> stage_evaluate(BOLTZATTN_PROBLEM_PARAMETERS, 
 std::tuple<Tensor, Tensor> stage_query_moments(Tensor grad_out, OptionalTensor grad_lse,
                                                BOLTZATTN_PROBLEM_PARAMETERS, Tensor ranges,
                                                Tensor moments) {
-  SharedCall one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
-  AttentionGradient& g = one.g;
-  Tensor grad_query = torch::stable::new_empty(query, shape_of(query));
-  Tensor query_moments = torch::stable::new_empty(query, {one.sizes[1]}, ScalarType::Double);
-  g.grad_out = one.d.matrix(grad_out, g.call.n_q, g.call.dv);
-  g.grad_lse = one.d.column_vector(grad_lse, g.call.n_q);
-  g.grad_query = one.d.matrix(grad_query, g.call.n_q, 1);
-  kernels().stage_query_moments(g, one.range, shared_numbers(moments, one.sizes[0]),
+  Shared one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
+  Tensor grad_query = one.view.result({one.call.n_q, 1});
+  Tensor query_moments = one.view.doubles({one.sizes[1]});
+  one.g.grad_out = one.view("grad_out", grad_out, one.call.n_q, one.call.dv);
+  one.g.grad_lse = one.view("grad_lse", grad_lse, one.call.n_q, kNone, Holds::kFloat64);
+  one.g.grad_query = one.view("grad_query", grad_query, one.call.n_q, 1);
+  kernels().stage_query_moments(one.g, one.ranges, one.moments(moments),
                                 static_cast<double*>(query_moments.data_ptr()));
   return {grad_query, query_moments};
 }
 
 std::tuple<Tensor, Tensor> stage_adjoint(BOLTZATTN_PROBLEM_PARAMETERS, Tensor ranges,
                                          Tensor moments, Tensor query_moments) {
-  SharedCall one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
-  AttentionGradient& g = one.g;
-  Tensor grad_key = torch::stable::new_empty(key, shape_of(key));
-  Tensor grad_value = new_rows(value, shape_of(value));
-  g.grad_key = one.d.matrix(grad_key, g.call.n_k, 1);
-  g.grad_value = one.d.matrix(grad_value, g.call.n_k, g.call.dv);
-  kernels().stage_adjoint(g, one.range, shared_numbers(moments, one.sizes[0]),
-                          shared_numbers(query_moments, one.sizes[1]));
+  Shared one(BOLTZATTN_PROBLEM_ARGUMENTS, ranges);
+  Tensor grad_key = one.view.result({one.call.n_k, 1});
+  Tensor grad_value = in_huge_pages(one.view.result({one.call.n_k, one.call.dv}));
+  one.g.grad_key = one.view("grad_key", grad_key, one.call.n_k, 1);
+  one.g.grad_value = one.view("grad_value", grad_value, one.call.n_k, one.call.dv);
+  kernels().stage_adjoint(
+      one.g, one.ranges, one.moments(moments),
+      one.view.dense<double>("query_moments", query_moments, {one.sizes[1]}, Holds::kFloat64));
   return {grad_key, grad_value};
-}
-
-// A layer whose values are projected at the nodes. query, key: [batch, heads, n, 1];
-// value: [batch, n_k, d]; weight: [heads, dv, d]; weight_bias: [heads, dv]; out_bias: [dv];
-// key_mask: [batch, n_k]. The results of the heads add up: out is [batch, n_q, dv].
-Attention describe_layer(Descriptions& d, const Tensor& query, const Tensor& key,
-                         const Tensor& value, const Tensor& weight,
-                         const OptionalTensor& weight_bias, const OptionalTensor& out_bias,
-                         const OptionalTensor& key_mask, const OptionalTensor& extents,
-                         double scale) {
-  STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 3 && weight.dim() == 3,
-                  "boltzattn: a tensor of a layer has another number of dimensions");
-  Attention call{};
-  call.heads = d.heads();
-  call.n_q = query.size(2);
-  call.n_k = key.size(2);
-  call.rank = 1;
-  call.dv = weight.size(1);
-  call.value_columns = weight.size(2);
-  call.summed = query.size(1);
-  call.scale = scale;
-  call.query = d.matrix(query, call.n_q, 1);
-  call.key = d.matrix(key, call.n_k, 1);
-  call.value = d.shared(value, {true, false}, call.n_k, call.value_columns);
-  call.weight = d.shared(weight, {false, true}, call.dv, call.value_columns);
-  call.weight_bias = d.shared(weight_bias, {false, true}, 0, call.dv);
-  call.out_bias = d.shared(out_bias, {false, false}, 0, call.dv);
-  call.key_mask = d.shared(key_mask, {true, false}, 0, call.n_k);
-  if (extents) {
-    STD_TORCH_CHECK(extents->is_contiguous() && extents->scalar_type() == ScalarType::Double &&
-                        extents->numel() == 2 * call.heads * kExtentSize,
-                    "boltzattn: extents must be contiguous float64 [batch, 2 * heads, 6]");
-    call.extents = static_cast<const Extent*>(extents->data_ptr());
-  }
-  return call;
-}
-
-// What is summed over heads is summed in at least fp32.
-ScalarType sum_type(const Tensor& x, const Attention& call) {
-  const bool half = x.scalar_type() != ScalarType::Double;
-  return call.summed > 1 && half ? ScalarType::Float : x.scalar_type();
-}
-
-std::tuple<Tensor, bool> layer_forward(BOLTZATTN_LAYER_PARAMETERS) {
-  Descriptions d(query);
-  Attention call = describe_layer(d, BOLTZATTN_LAYER_ARGUMENTS);
-  Tensor out = new_rows(value, {query.size(0), call.n_q, call.dv}, sum_type(value, call));
-  call.out = d.shared(out, {true, false}, call.n_q, call.dv);
-  const bool served = kernels().layer_forward(call);
-  return {out, served};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, bool> layer_backward(Tensor grad_out,
-                                                                BOLTZATTN_LAYER_PARAMETERS) {
-  Descriptions d(query);
-  Tensor grad_query = torch::stable::new_empty(query, shape_of(query));
-  Tensor grad_key = torch::stable::new_empty(key, shape_of(key));
-  AttentionGradient g{};
-  g.call = describe_layer(d, BOLTZATTN_LAYER_ARGUMENTS);
-  Tensor grad_value = new_rows(value, shape_of(value), sum_type(value, g.call));
-  Tensor grad_weight =
-      torch::stable::new_zeros(weight, shape_of(weight),
-                               query.size(0) > 1 ? sum_type(weight, g.call) : weight.scalar_type());
-  g.grad_out = d.shared(grad_out, {true, false}, g.call.n_q, g.call.dv);
-  g.grad_query = d.matrix(grad_query, g.call.n_q, 1);
-  g.grad_key = d.matrix(grad_key, g.call.n_k, 1);
-  g.grad_value = d.shared(grad_value, {true, false}, g.call.n_k, g.call.value_columns);
-  g.grad_weight = d.shared(grad_weight, {false, true}, g.call.dv, g.call.value_columns);
-  const bool served = kernels().layer_backward(g);
-  return {grad_query, grad_key, grad_value, grad_weight, served};
 }
 
 }  // namespace
@@ -521,12 +415,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(boltzattn, CompositeExplicitAutograd, m) {
   using namespace boltzattn;
-  m.impl("cpu_direct_forward", TORCH_BOX(&forward<&Kernels::direct_forward>));
-  m.impl("cpu_direct_backward", TORCH_BOX(&backward<&Kernels::direct_backward>));
-  m.impl("cpu_transform_forward", TORCH_BOX(&forward<&Kernels::transform_forward>));
-  m.impl("cpu_transform_backward", TORCH_BOX(&backward<&Kernels::transform_backward>));
+  m.impl("cpu_direct_forward", TORCH_BOX((&forward<&Kernels::direct_forward, Takes::kAll>)));
+  m.impl("cpu_direct_backward", TORCH_BOX((&backward<&Kernels::direct_backward, Takes::kAll>)));
+  m.impl("cpu_transform_forward",
+         TORCH_BOX((&forward<&Kernels::transform_forward, Takes::kTransform>)));
+  m.impl("cpu_transform_backward",
+         TORCH_BOX((&backward<&Kernels::transform_backward, Takes::kTransform>)));
   m.impl("cpu_transform_report", TORCH_BOX(&transform_report));
-  m.impl("cpu_causal_forward", TORCH_BOX(&forward<&Kernels::causal_forward>));
+  m.impl("cpu_causal_forward",
+         TORCH_BOX((&forward<&Kernels::causal_forward, Takes::kCausalTransform>)));
   m.impl("cpu_varlen_forward", TORCH_BOX(&varlen_forward));
   m.impl("cpu_varlen_backward", TORCH_BOX(&varlen_backward));
   m.impl("cpu_project", TORCH_BOX(&project));

@@ -1,5 +1,5 @@
-// Task parallelism under torch's thread pool. Tasks are handed out one by one, so uneven ones
-// balance; results must not depend on who runs which.
+// Task parallelism on torch's thread pool. Threads take tasks one by one, so uneven tasks balance.
+// Results must not depend on which thread runs a task.
 #pragma once
 
 #include <cstdint>

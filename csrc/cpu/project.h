@@ -1,5 +1,5 @@
-// The low-rank projection: a few numbers per token, from one reading of the tokens, with their
-// ranges as a by-product. Included inside an ISA's namespace.
+// The low-rank projection: reads each token once and returns a few numbers per token and their
+// extents. Included inside an ISA's namespace.
 
 constexpr int64_t kProjectTokens = 64;  // of a task
 
@@ -37,7 +37,7 @@ static void project(const Projection& p) {
   parallel(p.batch * chunks, [&](int64_t task) {
     const int64_t b = task / chunks, first = task % chunks * kProjectTokens;
     const int64_t tokens = least(kProjectTokens, p.n - first);
-    Scratch<Slot::kTask> scratch(
+    Scratch scratch(
         (4 * width + outputs * kProjectTokens) * int64_t(sizeof(T)) + kProjectTokens * 8, 3);
     T* copy = scratch.take<T>(4 * width);
     T* out = scratch.take<T>(outputs * kProjectTokens);
@@ -46,7 +46,8 @@ static void project(const Projection& p) {
     for (int64_t i = 0; i < tokens; i += 4) {
       const T* row[4];
       for (int64_t k = 0; k < 4; ++k) {
-        const int64_t token = first + least(i + k, tokens - 1);  // past the end: nobody reads it
+        const int64_t token =
+            first + least(i + k, tokens - 1);  // the result past the end is not used
         row[k] = static_cast<const T*>(p.x.data) + p.x.head[b] + token * p.x.row;
         if (in_place) continue;
         read_block(p.x, b, token, 0, 1, p.columns, copy + k * width, 0, 1);

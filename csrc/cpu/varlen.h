@@ -1,34 +1,26 @@
 // Sequences of different lengths, end to end in the rows of one set of tensors. Included inside an
 // ISA's namespace.
 //
-// A sequence is a call of its own on some rows: nothing is padded and nothing is copied.
-
-// The rows [first, first + ..) of every head of a matrix; `offset` keeps their list.
-static void cut_rows(Matrix& m, int64_t heads, int64_t first, Buffer<int64_t>& offset) {
-  if (!m) return;
-  offset.resize(heads);
-  for (int64_t h = 0; h < heads; ++h) offset.data[h] = m.head[h] + first * m.row;
-  m.head = offset.data;
-}
+// Each sequence is a separate call on some rows, without padding or copies.
 
 struct SequenceGradient {
-  Buffer<int64_t> offset[10];
+  Cuts cuts;
   AttentionGradient g;
 
-  SequenceGradient(const AttentionGradient& whole, const Sequence& s) : g(whole) {
+  SequenceGradient(const AttentionGradient& whole, const Sequence& s)
+      : cuts{whole.call.heads, 1, 0, 0, Buffer<int64_t>(10 * whole.call.heads)}, g(whole) {
     Attention& call = g.call;
     call.n_q = s.n_q;
     call.n_k = s.n_k;
-    Buffer<int64_t>* next = offset;
     for (Matrix* m : {&call.query, &call.out, &call.lse, &g.grad_out, &g.grad_lse, &g.grad_query})
-      cut_rows(*m, call.heads, s.query, *next++);
+      cuts.cut(*m, s.query, m->row);
     for (Matrix* m : {&call.key, &call.value, &g.grad_key, &g.grad_value})
-      cut_rows(*m, call.heads, s.key, *next++);
+      cuts.cut(*m, s.key, m->row);
   }
 };
 
-// A sequence with more than its share of the work is worked on by all threads together; the others
-// are shared out whole.
+// All threads share a sequence that is more than a fair share of the work; each thread takes whole
+// sequences of the rest.
 template <class Body>
 static void for_sequences(const Sequence* sequences, int64_t count, Body body) {
   auto work = [](const Sequence& s) {
@@ -46,11 +38,11 @@ static void for_sequences(const Sequence* sequences, int64_t count, Body body) {
 
 template <class T>
 static void varlen_forward(const Attention& whole, const Sequence* sequences, int64_t count) {
-  const AttentionGradient none{whole, {}, {}, {}, {}, {}, {}};
+  const AttentionGradient none{whole, {}, {}, {}, {}, {}};
   for_sequences(sequences, count, [&](const Sequence& s) {
     const SequenceGradient one(none, s);
     if (!s.by_transform)
-      direct_forward<T>(one.g.call, 0, whole.heads);
+      direct_forward<T>(one.g.call);
     else if (whole.is_causal)
       causal_forward<T>(one.g.call);
     else
@@ -58,14 +50,13 @@ static void varlen_forward(const Attention& whole, const Sequence* sequences, in
   });
 }
 
-// Causal sequences of the transform are left out: their backward is put together by the caller.
-
+// Skips causal sequences that the transform serves: the caller computes their gradients.
 template <class T>
 static void varlen_backward(const AttentionGradient& whole, const Sequence* sequences,
                             int64_t count) {
   for_sequences(sequences, count, [&](const Sequence& s) {
     if (s.by_transform && whole.call.is_causal) return;
     const SequenceGradient one(whole, s);
-    s.by_transform ? transform_backward<T>(one.g) : direct_backward<T>(one.g, 0, whole.call.heads);
+    s.by_transform ? transform_backward<T>(one.g) : direct_backward<T>(one.g);
   });
 }

@@ -4,8 +4,7 @@
 #include "cuda/dispatch.cuh"
 #include "cuda/launch.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 int64_t totals_bytes(const Call& call, bool backward) {
   const int64_t streamed = backward ? call.n_q : call.n_k;
@@ -17,13 +16,11 @@ int64_t totals_bytes(const Call& call, bool backward) {
 cudaError_t direct_forward(const Call& call, cudaStream_t stream) {
   return with_dtype(call.query.dtype, [&](auto zero) {
     using S = decltype(zero);
-    constexpr int kColumns = kWide<Arithmetic<S>>;
     const int64_t blocks = call.heads * ceil_div(call.n_q, kThreads);
-    if constexpr (kColumns > 2 * kNarrow)
-      if (call.dv <= kNarrow) return launch(direct_forward<S, kNarrow>, blocks, call, stream);
-    return launch(direct_forward<S, kColumns>, blocks * ceil_div(call.dv, kColumns), call, stream);
+    return with_columns<S>(call.dv, [&](auto columns) {
+      return launch(direct_forward<S, columns>, blocks * ceil_div(call.dv, columns), call, stream);
+    });
   });
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

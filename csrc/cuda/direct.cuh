@@ -5,10 +5,10 @@
 #pragma once
 
 #include "cuda/sums.cuh"
-#include "online_softmax.h"
+#include "spec/dropout.h"
+#include "spec/online_softmax.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 constexpr int kRankChunk = 16;   // entries of the query and key vectors held at once
 constexpr int64_t kSpan = 2048;  // tokens summed in T before they join the total
@@ -20,29 +20,22 @@ __host__ __device__ inline int64_t least(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
-// Which weights survive dropout: the same bits as cpu/dropout.h and reference.dropout_keep.
-__device__ __forceinline__ uint32_t mix32(uint32_t x) {
-  x = (x ^ x >> 16) * 0x85ebca6bu;
-  x = (x ^ x >> 13) * 0xc2b2ae35u;
-  return x ^ x >> 16;
-}
+// Which weights of a head survive dropout.
 template <class T>
 struct Dropout {
-  uint64_t threshold = 0;  // a draw below it is dropped
-  T kept = 1;              // what the others are multiplied by
+  uint64_t threshold = 0;
+  T kept = 1;  // what those that survive are multiplied by
   uint32_t stream = 0;
 
   __device__ Dropout(const Call& call, int64_t h) {
     if (call.seed.data == nullptr) return;
-    threshold = uint64_t(::rint(call.dropout_p * 4294967296.0));
-    kept = call.dropout_p < 1 ? T(1 / (1 - call.dropout_p)) : T(0);
-    const uint64_t seed = *head_of<const uint64_t>(call, call.seed, h);
-    stream = mix32(uint32_t(seed) ^ mix32(uint32_t(seed >> 32)));
+    threshold = dropout_threshold(call.dropout_p);
+    kept = T(dropout_factor(call.dropout_p));
+    stream = dropout_stream(*head_of<const uint64_t>(call, call.seed, h));
   }
   // Whether the weight of (query i, key j) survives.
   __device__ bool keeps(int64_t i, int64_t j) const {
-    const uint32_t line = mix32(stream + uint32_t(i) * 0x27d4eb2fu);
-    return mix32(line ^ uint32_t(j) * 0x9e3779b1u) >= threshold;
+    return dropout_draw(dropout_row(stream, i), j) >= threshold;
   }
 };
 
@@ -51,15 +44,15 @@ template <class T>
 struct Masks {
   const Call& call;
   int64_t attn_offset = 0, key_offset = 0;
-  T clamped = OnlineSoftmax<T>::kLowest;  // what a bias was before it was kept in range
+  T clamped = OnlineSoftmax<T>::kLowest;  // the bias before it was clamped
 
   __device__ Masks(const Call& c, int64_t h) : call(c) {
     if (call.attn_mask.data) attn_offset = head_offset(call, call.attn_mask, h);
     if (call.key_mask.data) key_offset = head_offset(call, call.key_mask, h);
   }
 
-  // The lowest finite number stays finite: a row full of it is not a row that may attend to
-  // nothing.
+  // The lowest finite number stays finite, because a row that contains only this number still
+  // attends to all keys.
   __device__ __forceinline__ T scaled(double number) {
     const T x = T(number), bias = x * T(kLog2e);
     if (bias != T(-INFINITY) || x == T(-INFINITY)) return bias;
@@ -124,9 +117,9 @@ struct Vectors {
   }
 };
 
-// The logits of the thread's own token with a tile of the other side. Leaves after a barrier, so
-// whatever the caller has put into shared memory before is visible too; and whoever is past it has
-// done with the tile before, which is therefore the last that may not be overwritten yet.
+// The logits of the thread's own token with a tile of the other side. The last step is a barrier,
+// so everything that the caller has written to shared memory before is visible after it. A thread
+// past the barrier no longer needs the previous tile, which may be overwritten then.
 template <class S>
 struct Logits {
   using T = Arithmetic<S>;
@@ -181,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
   OnlineSoftmax<T> state;
   Sums<S, Columns> sums;
   sums.clear();
-  T pending = 1;  // what the total has yet to be multiplied by
+  T pending = 1;  // factor that the total still needs
   int turn = 0, half = 0;
 
   const int64_t end = call.is_causal ? least(call.n_k, at.first + rows) : call.n_k;
@@ -191,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
   load(0);
   for (int64_t key = 0; key < end; key += N) {
     if (key > 0 && key % kSpan == 0) {
-      __syncwarp();  // everyone has scaled by the factors before
+      __syncwarp();  // all lanes have used the previous factors
       factor[threadIdx.x] = pending;
       __syncwarp();
       sums.flush(totals, factor, key == kSpan, rows, at.column, call.dv);
@@ -242,5 +235,4 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
     call.lse[at.head * call.n_q + row] = state.lse(masks.clamped);
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

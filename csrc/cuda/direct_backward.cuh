@@ -3,13 +3,12 @@
 // With P the weights, D the dropout factors and g = grad_out:
 //   dV = (P D)^T g,  dP = D (g V^T),  dS = P (dP - delta),  delta_i = g_i . out_i - grad_lse_i,
 //   dQ = scale dS K,  dK = scale dS^T Q.
-// dV, dQ and dK are three launches that rebuild P each; so nothing is shared between blocks.
+// dV, dQ and dK are three launches, each of which recomputes P, so blocks share nothing.
 #pragma once
 
 #include "cuda/direct.cuh"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 // What a row's weights are rebuilt from: 2^(logit - high - low). The maximum and the sum of the row
 // are found again, by the same operations as in forward: an lse, even in fp64, has lost the digits
@@ -201,9 +200,8 @@ struct Product {
   }
 };
 
-// The same product of 16-bit rows on tensor cores: dP, over dv. What it multiplies is exact, and
-// sums are in fp32. Logits stay with `Product`: they must round as they do where row norms are
-// found.
+// The same product of 16-bit rows on tensor cores: dP, over dv. Factors are exact, and
+// sums are in fp32. Logits use `Product`, because they must round as in direct_row_norms.
 template <class S>
 struct TensorProduct {
   static constexpr int kDepth = 32, N = kOthers<float>;
@@ -348,5 +346,4 @@ __global__ void __launch_bounds__(kThreads)
         narrow<S>(T((sum[r][owner] + sum[r][owner + kOwners]) * call.scale));
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

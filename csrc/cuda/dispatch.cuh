@@ -1,10 +1,9 @@
-// What launchers share: kernels chosen by dtype, and a launch that is checked.
+// Helpers of the launchers: kernels by dtype and width, and launches with error checks.
 #pragma once
 
 #include "cuda/direct.cuh"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 inline int64_t element_bytes(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
@@ -31,6 +30,15 @@ cudaError_t with_dtype(DType dtype, Body body) {
   }
 }
 
+// body(columns of a block, as a constant) for values of dv columns.
+template <class S, class Body>
+cudaError_t with_columns(int64_t dv, Body body) {
+  constexpr int kColumns = kWide<Arithmetic<S>>;
+  if constexpr (kColumns > 2 * kNarrow)
+    if (dv <= kNarrow) return body(std::integral_constant<int, kNarrow>{});
+  return body(std::integral_constant<int, kColumns>{});
+}
+
 template <class Argument>
 cudaError_t launch(void (*kernel)(Argument), int64_t blocks, const Argument& argument,
                    cudaStream_t stream) {
@@ -40,5 +48,16 @@ cudaError_t launch(void (*kernel)(Argument), int64_t blocks, const Argument& arg
   return cudaGetLastError();
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+// Kernels in their order, all with the same argument; stops at the first that cannot be launched.
+template <class Argument>
+struct Sequence {
+  Argument& argument;
+  cudaStream_t stream;
+  cudaError_t error = cudaSuccess;
+
+  void run(void (*kernel)(Argument), int64_t blocks) {
+    if (error == cudaSuccess) error = launch(kernel, blocks, argument, stream);
+  }
+};
+
+}  // namespace boltzattn::cuda

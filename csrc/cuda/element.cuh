@@ -6,8 +6,7 @@
 
 #include "cuda/problem.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 // Sums are carried in fp32, for fp64 tensors in fp64.
 template <class S>
@@ -53,7 +52,7 @@ struct alignas(sizeof(T) * N) Pack {
   T at[N];
 };
 
-// The compiler joins the loads of a Pack into one, but takes its stores apart: hence by hand.
+// The compiler loads a Pack at once, but splits its stores; hence the inline PTX.
 template <class T, int N>
 __device__ __forceinline__ void store_global(T* to, const Pack<T, N>& pack) {
   constexpr int kWords = int(sizeof(pack)) / 4;
@@ -126,7 +125,7 @@ __device__ __forceinline__ void read_columns(const S* row, const Strided& m, int
   }
 }
 
-// The same the other way round; what lies past `columns` is not written.
+// Writes columns first .. first + N of a row, but none past `columns`.
 template <class S, int N>
 __device__ __forceinline__ void write_columns(const Arithmetic<S>* from, S* row, const Strided& m,
                                               int64_t first, int64_t columns) {
@@ -147,5 +146,4 @@ __device__ __forceinline__ void write_columns(const Arithmetic<S>* from, S* row,
   }
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

@@ -1,25 +1,22 @@
-// Launchers: from a description of tensors to kernels on a stream. No torch, so that nvcc alone
-// compiles them and tests can look at exactly the kernels that are shipped.
+// Launchers: they run kernels on a stream for described tensors. No torch, so that nvcc alone
+// compiles them and tests can run exactly the kernels that are shipped.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "cuda/problem.h"
-#include "cuda/project.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
-// Bytes of Call.totals: forward sums over keys for every query, backward the other way round.
+// Bytes of Call.totals: forward has a sum for every query, backward one for every key.
 int64_t totals_bytes(const Call& call, bool backward);
 int64_t row_norms_bytes(const Call& call);
 
 cudaError_t direct_forward(const Call& call, cudaStream_t stream);
 cudaError_t direct_backward(const Gradient& g, cudaStream_t stream);
 
-// The transform's workspace comes in pieces, whose sizes follow from those of the call. The first
-// is a result, the report [heads, 7] of fp64: whether the head was served by the transform or fell
-// to `direct`, its certificate, B, and panels and nodes of queries and keys.
+// The transform's workspace consists of pieces, whose sizes depend on the sizes of the call only.
+// The first piece is a result, the report [heads, 7] in fp64, as TransformReport in cpu/isa.h.
 constexpr int kMostPieces = 64;
 int transform_pieces(const Call& call, bool backward, int64_t* bytes);  // returns their number
 cudaError_t transform_forward(const Call& call, void* const* pieces, cudaStream_t stream);
@@ -28,5 +25,4 @@ cudaError_t transform_backward(const Gradient& g, void* const* pieces, cudaStrea
 int64_t project_chunks(int64_t n);
 cudaError_t project_forward(const Projected& p, cudaStream_t stream);
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

@@ -1,12 +1,10 @@
-// What a CUDA kernel is told, passed by value: sizes, and where the strided tensors lie. No torch.
+// The description of a call that a CUDA kernel receives by value: sizes and strided tensors. No
+// torch.
 #pragma once
 
-#include <stdint.h>
+#include "spec/types.h"
 
-#include "cpu/problem.h"  // DType
-
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 constexpr int kMostLead = 8;  // leading dimensions of more than one element
 
@@ -30,7 +28,7 @@ struct Call {
   Strided seed;           // [heads, 1, 1] int64
   Strided out;            // written by forward, read by backward
   double* lse;            // [heads, n_q]
-  const int32_t* served;  // [heads], or null: heads that another kernel has served already
+  const int32_t* served;  // [heads] or null: heads that the transform has served
   void* totals;           // workspace, of `totals_bytes` bytes
 };
 
@@ -42,5 +40,15 @@ struct Gradient {
   void* row_norms;  // workspace: [heads, n_q] of (high, low, delta) in the arithmetic type
 };
 
-}  // namespace cuda
-}  // namespace boltzattn
+// Numbers of rank-1 queries and keys from tokens: out = weight x + bias.
+struct Projected {
+  int64_t batch, n, columns, outputs, chunks;
+  Strided x;        // [batch, n, columns]
+  Strided weight;   // [outputs, columns]
+  Strided bias;     // [1, outputs]; data null: none
+  void* out;        // [batch, outputs, n], dense
+  Extent* parts;    // workspace: [batch, chunks, outputs]
+  Extent* extents;  // [batch, outputs]
+};
+
+}  // namespace boltzattn::cuda

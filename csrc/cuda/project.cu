@@ -3,8 +3,7 @@
 #include "cuda/launch.h"
 #include "cuda/project.cuh"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 int64_t project_chunks(int64_t n) {
   return ceil_div(n, kProjectTokens);
@@ -17,5 +16,4 @@ cudaError_t project_forward(const Projected& p, cudaStream_t stream) {
   return error == cudaSuccess ? launch(project_extents, p.batch * p.outputs, p, stream) : error;
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

@@ -1,26 +1,18 @@
-// The low-rank projection: a few numbers per token, from one reading of the tokens, with their
-// ranges as a by-product. No torch.
+// The low-rank projection: reads each token once and returns a few numbers per token and their
+// extents. No torch.
 #pragma once
 
 #include "cuda/direct.cuh"
-#include "cuda/project.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 constexpr int kProjectTokens = 64;   // of a block
 constexpr int kProjectOutputs = 8;   // at once
 constexpr int kProjectTogether = 4;  // tokens of a warp at once
 
-__device__ __forceinline__ void join(Extent& extent, const Extent& later) {
-  if (later.low < extent.low) extent.at_low = later.at_low, extent.low = later.low;
-  if (later.high > extent.high) extent.at_high = later.at_high, extent.high = later.high;
-  extent.count += later.count;
-  if (later.regular == 0) extent.regular = 0;
-}
 __device__ __forceinline__ Extent extent_of(double x, double token) {
   const bool regular = ::fabs(x) < INFINITY;
-  // A NaN is neither low nor high.
+  // A NaN is neither the smallest nor the largest number.
   return {x == x ? x : INFINITY, x == x ? x : -INFINITY, token, token, 1, regular ? 1.0 : 0.0};
 }
 
@@ -45,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) project(const __grid_constant__ Proj
         T row[kProjectTogether][V];
 #pragma unroll
         for (int i = 0; i < kProjectTogether; ++i) {
-          // Past the end the last token again: nobody looks at the result.
+          // Past the end the last token is read again, and the result is not used.
           const int64_t token = least(first + i0 + i, p.n - 1);
           read_columns<S, V>(x + token * p.x.row, p.x, column, p.columns, row[i]);
         }
@@ -94,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) project(const __grid_constant__ Proj
   }
 }
 
-// One block per batch and output: the ranges of all chunks together, the first of equals.
+// One block per batch and output: joins the extents of all chunks.
 __global__ void __launch_bounds__(kThreads) project_extents(const __grid_constant__ Projected p) {
   __shared__ Extent extent[kThreads];
   const int64_t b = blockIdx.x / p.outputs, o = blockIdx.x % p.outputs;
@@ -110,5 +102,4 @@ __global__ void __launch_bounds__(kThreads) project_extents(const __grid_constan
   if (threadIdx.x == 0) p.extents[blockIdx.x] = extent[0];
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

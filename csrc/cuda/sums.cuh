@@ -3,21 +3,20 @@
 //
 // A thread computes the weights of one token for a tile of the other side's rows; then the threads
 // of its warp share the products of the warp's 32 tokens. 16-bit rows are multiplied by tensor
-// cores, with weights rounded to 16 bits: off by at most half an ulp of the largest value. fp32
-// and fp64 stay on the ordinary units: tensor cores would round fp32 weights to 10 or, in three
-// products, to 21 bits, where eager's error is that of 24.
+// cores, with weights rounded to 16 bits: an error of at most half an ulp of the largest value.
+// fp32 and fp64 do not use tensor cores, which would round fp32 weights to 10 bits or, with three
+// products, to 21 bits.
 #pragma once
 
 #include <type_traits>
 
 #include "cuda/tensor_core.cuh"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-// Blocks on a multiprocessor. ptxas, left to itself, spills registers to make room for more.
+// Blocks on a multiprocessor. Without this, ptxas spills registers to make room for more blocks.
 constexpr int kLeastBlocks = 1;
 template <class T>
 constexpr int kTile = sizeof(T) == 4 ? 32 : 16;  // rows streamed at once
@@ -37,9 +36,8 @@ constexpr int kPad = kTensorCores<S> ? 8 : 0;
 template <class S>
 constexpr float kWeightUnit = std::is_same<S, __half>::value ? 32768.0f : 1.0f;
 
-// Starts to copy `columns` columns from `column` on of rows first .. first + Rows; zeros where
-// there are none. They have arrived for this thread after copies_arrived(), for all after a
-// barrier.
+// Starts to copy columns column, column + 1, ... of rows first .. first + Rows, padded with zeros.
+// They have arrived for this thread after copies_arrived(), for the block after a barrier.
 template <class S, int Rows, int Columns>
 __device__ __forceinline__ void load_rows(const S* head, const Strided& m, int64_t first,
                                           int64_t count, int64_t column, int64_t columns,
@@ -64,8 +62,7 @@ __device__ __forceinline__ void load_rows(const S* head, const Strided& m, int64
   }
 }
 
-// A warp's weights in shared memory. As columns, a lane's own numbers; as rows, what tensor cores
-// read.
+// A warp's weights in shared memory: a column has a lane's own numbers, and tensor cores read rows.
 template <class S>
 union WarpTable {
   using T = Arithmetic<S>;
@@ -73,8 +70,8 @@ union WarpTable {
   T column[N][32];
   S row[kTensorCores<S> ? 32 : 1][N + kPad<S>];
 
-  // Runs change(x, j) over the lane's numbers by way of its column: a loop over registers would
-  // have to be unrolled, and `change` is long.
+  // Applies change(x, j) to the lane's numbers in its column: a loop over registers would have to
+  // be unrolled, and `change` is long.
   template <class Edit>
   __device__ __forceinline__ void edit(T* x, Edit change) {
     const int lane = threadIdx.x % 32;
@@ -195,8 +192,8 @@ struct Sums {
     }
   }
 
-  // Long sums would lose digits in one running number. total = total factor + sum; sum = 0. No
-  // `factor`: 1. A total is only ever touched by the thread that owns it.
+  // total = total factor + sum; sum = 0: a single running sum would lose digits. A null `factor`
+  // is 1. Only the thread that owns a total accesses it.
   __device__ __forceinline__ void flush(T* totals, const T* factor, bool first, int64_t tokens,
                                         int64_t column0, int64_t columns) {
     each_total(totals, factor, tokens, column0, columns,
@@ -208,8 +205,8 @@ struct Sums {
     each_total(totals, factor, tokens, column0, columns,
                [](T& total, T& x, T scale) { x += total * scale; });
   }
-  // body(total, sum, factor) for what the thread owns. One address and one bound a row: more of
-  // them would be kept in registers all along.
+  // body(total, sum, factor) for the totals of the thread. One address and one bound per row,
+  // because more of them would take registers.
   template <class Body>
   __device__ __forceinline__ void each_total(T* totals, const T* factor, int64_t tokens,
                                              int64_t column0, int64_t columns, Body body) {
@@ -239,5 +236,4 @@ struct Sums {
   }
 };
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

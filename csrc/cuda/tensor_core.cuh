@@ -1,5 +1,4 @@
-// Tensor cores and asynchronous copies, as PTX that sm_80 and everything after it understands. No
-// torch.
+// Tensor cores and asynchronous copies, as PTX for sm_80 and later. No torch.
 //
 // A tensor core multiplies 16 x 16 by 16 x 8 numbers of 16 bits and adds in fp32. With
 // g = lane / 4 and t = lane % 4, a lane holds, two to a register and the lower column first:
@@ -10,8 +9,7 @@
 
 #include "cuda/element.cuh"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 __device__ __forceinline__ uint32_t shared_address(const void* at) {
   return uint32_t(__cvta_generic_to_shared(at));
@@ -70,5 +68,4 @@ __device__ __forceinline__ uint32_t pack_two(float first, float second) {
   return word;
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

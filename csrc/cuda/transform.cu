@@ -1,25 +1,24 @@
 // Launchers of the transform.
 #include "cuda/dispatch.cuh"
 #include "cuda/launch.h"
-#include "cuda/transform.cuh"
+#include "cuda/transform/adjoint.cuh"
+#include "cuda/transform/core.cuh"
+#include "cuda/transform/evaluate.cuh"
+#include "cuda/transform/extents.cuh"
+#include "cuda/transform/moments.cuh"
+#include "cuda/transform/sort.cuh"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 namespace {
 
-// Interpolation error aimed at, well below the rounding of the token passes.
-double precision_of(DType dtype) {
-  return dtype == DType::kFloat64 ? 1e-17 : dtype == DType::kFloat32 ? 1e-11 : 1e-8;
-}
-
-// Panels there is room for: enough for every product of a query and a key that the transform
-// accepts, but no more query nodes than half the queries. Heads that need more go to `direct`.
+// The largest numbers of panels: enough for every B that the transform accepts, but with at most
+// half as many query nodes as queries. Heads that need more go to `direct`.
 void set_capacities(Work& work) {
   const Call& call = work.g.call;
   const Range widest{-kLargestProduct, kLargestProduct, 0, 1, call.n_k > 1 ? call.n_k : 1};
   const Layout layout = make_layout(widest, int(work.nodes), int(work.nodes), work.precision);
   const int64_t half = (call.n_q > 2048 ? call.n_q / 2 : 1024) / work.nodes;
-  // One more than needed: the last bits of the host's mathematics are not the device's.
+  // One more than needed, because host and device differ in the last bits.
   work.side[0].panels = least(layout.query.panels + 1, least(half, kMostPanels));
   work.side[1].panels = least(layout.key.panels + 1, kMostPanels);
 }
@@ -34,10 +33,10 @@ Work plan(const Gradient& g) {
   work.g = g;
   const Call& call = g.call;
   const bool wide = call.query.dtype == DType::kFloat64;
-  work.nodes = wide ? kNodes<double> : kNodes<float>;
-  work.precision = precision_of(call.query.dtype);
-  work.range_chunks = ceil_div(call.n_q > call.n_k ? call.n_q : call.n_k, kRangeChunk);
-  if (work.range_chunks == 0) work.range_chunks = 1;
+  work.nodes = cuda_nodes(call.query.dtype);
+  work.precision = cuda_precision_of(call.query.dtype);
+  work.extent_chunks = ceil_div(call.n_q > call.n_k ? call.n_q : call.n_k, kExtentChunk);
+  if (work.extent_chunks == 0) work.extent_chunks = 1;
   set_capacities(work);
   const int64_t segment = wide ? kSegment<double> : kSegment<float>;
   for (int k = 0; k < 2; ++k) {
@@ -49,7 +48,7 @@ Work plan(const Gradient& g) {
   return work;
 }
 
-// Walks through the pieces of the workspace: notes their sizes, or hands out their addresses.
+// Visits the pieces of the workspace: stores their sizes, or assigns their addresses.
 struct Pieces {
   void* const* address;
   int64_t* bytes;
@@ -76,7 +75,7 @@ int lay_out(Work& work, bool backward, Pieces pieces) {
   const int64_t key_nodes = heads * work.side[1].panels * nodes;
   pieces.take(work.report, heads * 7);  // first: it is a result
   pieces.take(work.served, heads);
-  pieces.take(work.parts, heads * work.range_chunks);
+  pieces.take(work.parts, heads * work.extent_chunks);
   pieces.take(work.heads, heads);
   pieces.take(work.basis, heads * 2 * nodes);
   pieces.take(work.centre, heads * 2 * dv);
@@ -111,46 +110,38 @@ int lay_out(Work& work, bool backward, Pieces pieces) {
   return pieces.count;
 }
 
-// The kernels in their order; stops at the first that cannot be launched.
-struct Sequence {
-  Work& work;
-  cudaStream_t stream;
-  cudaError_t error = cudaSuccess;
-
-  void run(void (*kernel)(Work), int64_t blocks) {
-    if (error == cudaSuccess) error = launch(kernel, blocks, work, stream);
-  }
+struct Stages : Sequence<Work> {
   template <class T>
   void sort(int64_t keys) {
-    work.keys = keys;
-    const int64_t blocks = work.g.call.heads * ceil_div(work.side[keys].chunks, kWarps);
+    argument.keys = keys;
+    const int64_t blocks = argument.g.call.heads * ceil_div(argument.side[keys].chunks, kWarps);
     run(transform_sort<T, false>, blocks);
-    run(transform_scan<T>, work.g.call.heads);
+    run(transform_scan<T>, argument.g.call.heads);
     run(transform_sort<T, true>, blocks);
   }
   template <class T>
   void join(int64_t keys) {
-    work.keys = keys;
-    const int64_t tiles = ceil_div(work.nodes * (work.g.call.dv + 1), kThreads);
-    run(transform_join<T>, work.g.call.heads * work.side[keys].panels * tiles);
+    argument.keys = keys;
+    const int64_t tiles = ceil_div(argument.nodes * (argument.g.call.dv + 1), kThreads);
+    run(transform_join<T>, argument.g.call.heads * argument.side[keys].panels * tiles);
   }
 };
 
 template <class S, bool Slopes>
-void build(Sequence& sequence) {
+void build(Stages& stages) {
   using T = Arithmetic<S>;
-  const Work& work = sequence.work;
+  const Work& work = stages.argument;
   const int64_t heads = work.g.call.heads;
-  sequence.run(transform_range, heads * work.range_chunks);
-  sequence.run(transform_layout, heads);
-  sequence.template sort<T>(0);
-  sequence.template sort<T>(1);
-  sequence.run(transform_moments<S>, heads * work.side[1].segments);
-  sequence.template join<T>(1);
-  sequence.run(transform_core<T, Slopes>,
-               heads * work.side[0].panels * ceil_div(work.g.call.dv, CoreLanes<T>::kColumns));
-  sequence.run(transform_key_error, ceil_div(heads * work.side[0].panels * work.nodes, kThreads));
-  sequence.run(transform_certify, heads);
+  stages.run(transform_extents, heads * work.extent_chunks);
+  stages.run(transform_layout, heads);
+  stages.template sort<T>(0);
+  stages.template sort<T>(1);
+  stages.run(transform_moments<S>, heads * work.side[1].segments);
+  stages.template join<T>(1);
+  stages.run(transform_core<T, Slopes>,
+             heads * work.side[0].panels * ceil_div(work.g.call.dv, CoreLanes<T>::kColumns));
+  stages.run(transform_key_error, ceil_div(heads * work.side[0].panels * work.nodes, kThreads));
+  stages.run(transform_certify, heads);
 }
 
 }  // namespace
@@ -168,45 +159,44 @@ cudaError_t transform_forward(const Call& call, void* const* pieces, cudaStream_
   g.call = call;
   Work work = plan(g);
   lay_out(work, false, {pieces, nullptr, 0});
-  Sequence sequence{work, stream};
+  Stages stages{{work, stream}};
   with_dtype(call.query.dtype, [&](auto zero) {
     using S = decltype(zero);
-    build<S, false>(sequence);
-    sequence.run(transform_evaluate<S>, call.heads * work.side[0].segments);
+    build<S, false>(stages);
+    stages.run(transform_evaluate<S>, call.heads * work.side[0].segments);
     return cudaSuccess;
   });
-  return sequence.error == cudaSuccess ? direct_forward(work.g.call, stream) : sequence.error;
+  return stages.error == cudaSuccess ? direct_forward(work.g.call, stream) : stages.error;
 }
 
 cudaError_t transform_backward(const Gradient& g, void* const* pieces, cudaStream_t stream) {
   if (too_long(g.call)) return cudaErrorInvalidValue;
   Work work = plan(g);
   lay_out(work, true, {pieces, nullptr, 0});
-  Sequence sequence{work, stream};
+  Stages stages{{work, stream}};
   const Call& call = work.g.call;
   if (call.key_mask.data) {
-    // Masked keys are on no panel, so nobody would write their gradients.
+    // Masked keys are on no panel, so no kernel writes their gradients.
     const int64_t rows = call.heads * call.n_k, element = element_bytes(call.query.dtype);
     if (rows > 0) {
-      sequence.error = cudaMemsetAsync(g.grad_key.data, 0, rows * element, stream);
-      if (sequence.error == cudaSuccess)
-        sequence.error = cudaMemsetAsync(g.grad_value.data, 0, rows * call.dv * element, stream);
+      stages.error = cudaMemsetAsync(g.grad_key.data, 0, rows * element, stream);
+      if (stages.error == cudaSuccess)
+        stages.error = cudaMemsetAsync(g.grad_value.data, 0, rows * call.dv * element, stream);
     }
   }
   with_dtype(call.query.dtype, [&](auto zero) {
     using S = decltype(zero);
     using T = Arithmetic<S>;
-    build<S, true>(sequence);
-    sequence.run(transform_query_gradient<S>, call.heads * work.side[0].segments);
-    sequence.template join<T>(0);
-    sequence.run(transform_pull, ceil_div(call.heads * work.side[0].panels * work.nodes, kWarps));
-    sequence.run(transform_key_tables<T>,
-                 call.heads * work.side[1].panels * ceil_div(call.dv, CoreLanes<T>::kColumns));
-    sequence.run(transform_key_gradient<S>, call.heads * work.side[1].segments);
+    build<S, true>(stages);
+    stages.run(transform_query_moments<S>, call.heads * work.side[0].segments);
+    stages.template join<T>(0);
+    stages.run(transform_pull, ceil_div(call.heads * work.side[0].panels * work.nodes, kWarps));
+    stages.run(transform_adjoint<T>,
+               call.heads * work.side[1].panels * ceil_div(call.dv, CoreLanes<T>::kColumns));
+    stages.run(transform_evaluate_keys<S>, call.heads * work.side[1].segments);
     return cudaSuccess;
   });
-  return sequence.error == cudaSuccess ? direct_backward(work.g, stream) : sequence.error;
+  return stages.error == cudaSuccess ? direct_backward(work.g, stream) : stages.error;
 }
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boltzattn.dispatch.torch_modes import forward_mode_active
+from boltzattn.ops.operator import with_jvp
 from boltzattn.validation import kind_of, shape_of
 
 
@@ -23,6 +25,12 @@ def _boltz_parts(a: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return top, gap, p, (gap * p).sum(dim, keepdim=True)
 
 
+def _slope(a: Tensor, dim: int) -> Tensor:
+    """d boltz / da_i, in torch operations: double backward differentiates it."""
+    _, gap, p, mean_gap = _boltz_parts(a, dim)
+    return p * (1 + (mean_gap - gap))
+
+
 class _Boltz(torch.autograd.Function):
     @staticmethod
     def forward(a: Tensor, dim: int) -> Tensor:
@@ -33,18 +41,29 @@ class _Boltz(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         a, ctx.dim = inputs
         ctx.save_for_backward(a)
+        ctx.save_for_forward(a)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (a,) = ctx.saved_tensors
-        # In torch operations on purpose: this is what double backward differentiates.
-        _, gap, p, mean_gap = _boltz_parts(a, ctx.dim)
-        return grad.unsqueeze(ctx.dim) * p * (1 + (mean_gap - gap)), None
+        return grad.unsqueeze(ctx.dim) * _slope(a, ctx.dim), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, a: Tensor, dim: int) -> tuple[Tensor, int]:
         a = a.movedim(in_dims[0], 0)
-        return _Boltz.apply(a, dim if dim < 0 else dim + 1), 0
+        return _apply(a, dim if dim < 0 else dim + 1), 0
+
+
+def _boltz_jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+    (a,) = ctx.saved_tensors
+    return (tangent * _slope(a, ctx.dim)).sum(ctx.dim)
+
+
+_ForwardModeBoltz = with_jvp(_Boltz, _boltz_jvp)
+
+
+def _apply(a: Tensor, dim: int) -> Tensor:
+    return (_ForwardModeBoltz if forward_mode_active() else _Boltz).apply(a, dim)
 
 
 def boltz(a: Tensor, dim: int = -1) -> Tensor:
@@ -69,4 +88,4 @@ def boltz(a: Tensor, dim: int = -1) -> Tensor:
             f"a must not be empty along dim {dim}, got shape {shape_of(a)}: the Boltzmann operator "
             "of nothing is undefined"
         )
-    return _Boltz.apply(a, dim)
+    return _apply(a, dim)

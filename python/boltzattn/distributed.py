@@ -101,16 +101,9 @@ def attention(
         return _gathered(
             query, key, value, group, scale, enable_gqa, key_padding_mask, backend, return_lse
         )
-    call = validate(
-        query,
-        key,
-        value,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        key_padding_mask=key_padding_mask,
-        backend=backend,
+    call, exchanged = _exchange(
+        query, key, value, scale, enable_gqa, key_padding_mask, backend, group
     )
-    exchanged = _Exchange.of(call, group)
     shared = exchanged.share()
     if shared is None:
         _log.info("distributed.attention: not served by moments; keys and values are gathered")
@@ -119,8 +112,7 @@ def attention(
         )
     problem = call.problem
     results = _Moments.apply(problem.query, problem.key, problem.value, exchanged, shared)
-    out, lse = call.reshape(Saved(*results))
-    return (out, lse) if return_lse else out
+    return (call.out(results), call.lse(results)) if return_lse else call.out(results)
 
 
 def explain(
@@ -156,16 +148,9 @@ def explain(
         query, key, value = (x.to_local() for x in sharded)
     processes = dist.get_world_size(group)
     if exchange == "moments":
-        call = validate(
-            query,
-            key,
-            value,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            key_padding_mask=key_padding_mask,
-            backend=backend,
+        _, exchanged = _exchange(
+            query, key, value, scale, enable_gqa, key_padding_mask, backend, group
         )
-        exchanged = _Exchange.of(call, group)
         found = exchanged.agree(exchanged.stages.extents(exchanged.problem))
         heads = found.ranges.shape[0]
         if not bool((found.ranges[:, LEVEL] < 0).any()):
@@ -191,9 +176,13 @@ def explain(
     )
 
 
-def _check_call(exchange: str) -> None:
+def check_exchange(exchange: str) -> None:
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be 'moments' or 'gather', got {exchange!r}")
+
+
+def _check_call(exchange: str) -> None:
+    check_exchange(exchange)
     if not dist.is_initialized():
         raise ValueError(
             "group must exist before the call: torch.distributed is not initialised; call "
@@ -244,26 +233,6 @@ class _Exchange:
     group: dist.ProcessGroup | None
     backend: str
     stages: Stages
-
-    @classmethod
-    def of(cls, call: Call, group: dist.ProcessGroup | None) -> _Exchange:
-        problem, backend = call.problem, call.choice.backend
-        if problem.query.shape[-1] != 1:
-            raise ValueError(
-                "query must have rank 1 for exchange='moments', got rank "
-                f"{problem.query.shape[-1]}; exchange='gather' takes any rank, at a volume that "
-                "grows with n"
-            )
-        try:
-            taken = backends.select(Request.of(problem), "stages", backend).name
-        except ValueError as error:
-            able = [name for name, x in backends.BACKENDS.items() if "stages" in x.operations]
-            raise ValueError(
-                f"backend must be one of {', '.join(map(repr, able))} for exchange='moments': "
-                f"{error}; use backend='reference' or exchange='gather'"
-            ) from None
-        detached = Problem._make(x.detach() if isinstance(x, Tensor) else x for x in problem)
-        return cls(detached, group, taken, backends.kernels(taken, "stages"))
 
     def agree(self, extents: Tensor) -> _Agreement:
         """The range of everybody's queries and keys, by one all-reduce: a minimum of numbers."""
@@ -332,6 +301,42 @@ class _Exchange:
                     return _Shared(ranges, moments, Saved(out, lse))
                 ranges[~served, LEVEL] += 1
         return None
+
+
+def _exchange(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+    key_padding_mask: Tensor | None,
+    backend: str,
+    group: dist.ProcessGroup | None,
+) -> tuple[Call, _Exchange]:
+    """A validated call of "moments", and this process's side of it."""
+    options = {"scale": scale, "enable_gqa": enable_gqa, "key_padding_mask": key_padding_mask}
+    call = validate(query, key, value, backend=backend, **options)  # type: ignore[arg-type]
+    problem, backend = call.problem, call.choice.backend
+    if call.choice.method == "direct":
+        raise ValueError(
+            "method must be 'transform' for exchange='moments', got 'direct' by use_method; use "
+            "exchange='gather'"
+        )
+    if problem.query.shape[-1] != 1:
+        raise ValueError(
+            f"query must have rank 1 for exchange='moments', got rank {problem.query.shape[-1]}; "
+            "exchange='gather' takes any rank, at a volume that grows with n"
+        )
+    try:
+        taken = backends.select(Request.of(problem), "stages", backend).name
+    except ValueError as error:
+        able = [name for name, x in backends.BACKENDS.items() if "stages" in x.operations]
+        raise ValueError(
+            f"backend must be one of {', '.join(map(repr, able))} for exchange='moments': "
+            f"{error}; use backend='reference' or exchange='gather'"
+        ) from None
+    detached = Problem._make(x.detach() if isinstance(x, Tensor) else x for x in problem)
+    return call, _Exchange(detached, group, taken, backends.kernels(taken, "stages"))
 
 
 class _Moments(torch.autograd.Function):

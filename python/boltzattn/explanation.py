@@ -9,6 +9,8 @@ from boltzattn import distributed
 from boltzattn.dispatch import plan
 from boltzattn.dispatch.backends import Request
 from boltzattn.ops import varlen
+from boltzattn.ops.attention import mask_is_differentiated
+from boltzattn.problem import Starts
 from boltzattn.validation import validate, validate_varlen
 
 
@@ -55,7 +57,7 @@ def explain(
         "cu_seqlens_k": cu_seqlens_k is not None,
     }
     if group is not None:
-        _refuse(given, "distributed.attention", {"key_padding_mask"})
+        _refuse(given, "distributed.attention", {"key_padding_mask", "backend"})
         return distributed.explain(
             query,
             key,
@@ -65,6 +67,7 @@ def explain(
             enable_gqa=enable_gqa,
             key_padding_mask=key_padding_mask,
             exchange="moments" if query.shape[-1] == 1 else "gather",
+            backend=backend,
         )
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         accepted = {"is_causal", "method", "backend", "cu_seqlens_q", "cu_seqlens_k"}
@@ -81,7 +84,7 @@ def explain(
             method=method,
             backend=backend,
         )
-        starts = varlen.Starts(cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
+        starts = Starts(cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
         return varlen.describe(packed.problem, starts, packed.choice)
     call = validate(
         query,
@@ -96,7 +99,8 @@ def explain(
         method,
         backend,
     )
-    return plan.describe(Request.of(call.problem), call.choice)
+    problem = call.problem
+    return plan.describe(Request.of(problem, mask_is_differentiated(problem)), call.choice)
 
 
 def _refuse(given: dict[str, bool], function: str, accepted: set[str]) -> None:

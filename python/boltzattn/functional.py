@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from boltzattn.dispatch import plan
-from boltzattn.dispatch.plan import LayerShape
 from boltzattn.dispatch.preference import preferred
-from boltzattn.dispatch.torch_modes import autocast_dtype, functorch_active
+from boltzattn.dispatch.torch_modes import autocast_dtype, forward_mode_active, functorch_active
 from boltzattn.ops.attention import attend
 from boltzattn.ops.layer import layer, project
 from boltzattn.ops.varlen import varlen
-from boltzattn.problem import Choice, LayerProblem, Saved
+from boltzattn.problem import Choice, LayerProblem, Problem, default_scale
 from boltzattn.validation import (
-    Projections,
     check_layer,
     check_scale,
     expand_key_padding_mask,
@@ -122,10 +120,7 @@ def attention(
         backend,
     )
     results = attend(call.problem, call.choice)
-    if not return_lse and len(call.lead) + 2 == results[0].ndim:
-        return results[0]
-    out, lse = call.reshape(Saved(*results))
-    return (out, lse) if return_lse else out
+    return (call.out(results), call.lse(results)) if return_lse else call.out(results)
 
 
 def attention_varlen(
@@ -179,9 +174,8 @@ def attention_varlen(
         backend=backend,
     )
     results = varlen(*call.problem, cu_seqlens_q, cu_seqlens_k, *call.choice)
-    out, lse = call.reshape(Saved(*results))
-    out = out.transpose(0, 1)
-    return (out, lse) if return_lse else out
+    out = call.out(results).transpose(0, 1)
+    return (out, call.lse(results)) if return_lse else out
 
 
 def self_attention(
@@ -219,7 +213,7 @@ def self_attention(
         `[..., n, d_out]`, or `[..., n, num_heads * dv]` without `w_o`.
 
     Heads of rank 1 that the transform serves are projected at its nodes where that is cheaper:
-    `w_v` and `w_o` then never meet the n tokens, and the layer costs less than one `nn.Linear`.
+    `w_v` and `w_o` then never meet the n tokens.
 
     Example:
         >>> x, w = torch.randn(2, 100, 16), torch.randn(4, 16)
@@ -227,49 +221,107 @@ def self_attention(
         torch.Size([2, 100, 32])
     """
     check_scale(scale)
-    weights = Projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o)
-    check_layer(x, weights, num_heads)
-    choice = preferred(method, backend)
-    plain = attn_mask is None and dropout_p == 0.0 and not is_causal
-    padding_is_bool = key_padding_mask is None or (
-        isinstance(key_padding_mask, Tensor) and key_padding_mask.dtype == torch.bool
+    check_layer(
+        x,
+        {"w_q": w_q, "w_k": w_k, "w_v": w_v},
+        {"w_o": w_o, "b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o},
+        num_heads,
     )
-    if plain and padding_is_bool and _projects_at_nodes(x, weights, num_heads, choice):
-        return _attend_at_nodes(x, weights, num_heads, scale, key_padding_mask, choice)
-
-    def heads(weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias).unflatten(-1, (num_heads, -1)).transpose(-2, -3)
-
-    out = attention(
-        heads(w_q, b_q),
-        heads(w_k, b_k),
-        heads(w_v, b_v),
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
+    b_qk = None
+    if b_q is not None or b_k is not None:
+        b_qk = torch.cat(
+            [w.new_zeros(len(w)) if b is None else b for w, b in ((w_q, b_q), (w_k, b_k))]
+        )
+    weights = Projections(torch.cat((w_q, w_k)), w_v, w_o, b_qk, b_v, b_o)
+    return attend_layer(
+        x,
+        weights,
+        num_heads,
+        preferred(method, backend),
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
         key_padding_mask=key_padding_mask,
-        method=method,
-        backend=backend,
     )
+
+
+class Projections(NamedTuple):
+    """The weights of a self-attention layer; those of query and key are one matrix."""
+
+    w_qk: Tensor  # [2 * num_heads * rank, d]
+    w_v: Tensor  # [num_heads * dv, d]
+    w_o: Tensor | None  # [d_out, num_heads * dv]
+    b_qk: Tensor | None
+    b_v: Tensor | None
+    b_o: Tensor | None
+
+
+def attend_layer(
+    x: Tensor,
+    weights: Projections,
+    num_heads: int,
+    choice: Choice,
+    *,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    key_padding_mask: Tensor | None,
+) -> Tensor:
+    """`self_attention` with weights that fit each other and x."""
+    w_qk, w_v, w_o, b_qk, b_v, b_o = weights
+    rank = w_qk.shape[0] // (2 * num_heads)
+    plain = attn_mask is None and dropout_p == 0.0
+    if plain and not is_causal and rank == 1:
+        padding_is_bool = getattr(key_padding_mask, "dtype", torch.bool) == torch.bool
+        if padding_is_bool and _projects_at_nodes(x, weights, num_heads, choice):
+            return _attend_at_nodes(x, weights, num_heads, scale, key_padding_mask, choice)
+
+    rows = x.shape[:-1]
+    query, key = F.linear(x, w_qk, b_qk).view(*rows, 2, num_heads, rank).unbind(-3)
+    value = F.linear(x, w_v, b_v).view(*rows, num_heads, -1)
+    query, key, value = query.transpose(-2, -3), key.transpose(-2, -3), value.transpose(-2, -3)
+    if plain:
+        key_mask = None
+        if key_padding_mask is not None:
+            key_mask = expand_key_padding_mask(key_padding_mask, query, key.shape[:-1])
+        scale = default_scale(rank) if scale is None else float(scale)
+        numbers = scale, 0.0, bool(is_causal)
+        out = attend(Problem(query, key, value, None, key_mask, None, *numbers), choice)[0]
+    else:
+        method, backend = choice
+        out = attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            key_padding_mask=key_padding_mask,
+            method=method,
+            backend=backend,
+        )
     out = out.transpose(-2, -3).flatten(-2)
     return out if w_o is None else F.linear(out, w_o, b_o)
 
 
 def _projects_at_nodes(x: Tensor, weights: Projections, num_heads: int, choice: Choice) -> bool:
-    """Whether the layer is one that the operator `layer` can compute, and cheaper that way."""
-    n, d = x.shape[-2:]
+    """Whether a layer of rank 1 is one for the operator `layer`, and cheaper that way."""
+    if weights.w_o is None and num_heads > 1:  # the outputs of the heads do not add up
+        return False
+    *lead, n, d = x.shape
     dv = weights.w_v.shape[0] // num_heads
     d_out = dv if weights.w_o is None else weights.w_o.shape[0]
-    sizes = LayerShape(math.prod(x.shape[:-2]), num_heads, n, d, dv, d_out, weights.w_o is not None)
-    if (
-        weights.w_q.shape[0] != num_heads  # rank 1 only
-        or (weights.w_o is None and num_heads > 1)  # the heads' outputs do not add up
-        or not all(isinstance(size, int) and size > 0 for size in sizes[:-1])  # may be symbolic
-        or functorch_active()
-    ):
+    batch = math.prod(lead)
+    # Sizes may be symbolic; an empty layer is no case for the transform.
+    if not (type(n) is int and type(batch) is int and n > 0 and batch > 0):
         return False
-    return plan.projects_at_nodes(x.device.type, x.dtype, *sizes, *choice)
+    if functorch_active() or forward_mode_active():  # no tangents through the operator `layer`
+        return False
+    shape = (batch, num_heads, n, d, dv, d_out, weights.w_o is not None)
+    return plan.projects_at_nodes(x.device.type, x.dtype, *shape, *choice)
 
 
 def _attend_at_nodes(
@@ -280,12 +332,12 @@ def _attend_at_nodes(
     key_padding_mask: Tensor | None,
     choice: Choice,
 ) -> Tensor:
-    """`self_attention` of rank 1 by the operators `project` and `layer`."""
+    """A layer of rank 1 by the operators `project` and `layer`."""
     dtype = autocast_dtype(x.device.type)
     if dtype is not None and x.dtype != torch.float64:
         x = x.to(dtype)
-        weights = Projections(*(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
-    w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o = weights
+        weights = Projections._make(None if w is None else w.to(dtype) for w in weights)
+    w_qk, w_v, w_o, b_qk, b_v, b_o = weights
     lead, (n, d) = x.shape[:-2], x.shape[-2:]
     rows = x.reshape(-1, n, d)
 
@@ -296,10 +348,7 @@ def _attend_at_nodes(
         weight = outward @ weight
         if weight_bias is not None:
             weight_bias = (outward @ weight_bias[..., None]).squeeze(-1)
-    bias = None
-    if b_q is not None or b_k is not None:
-        bias = torch.cat([w_q.new_zeros(num_heads) if b is None else b for b in (b_q, b_k)])
-    numbers, extents = project(rows, torch.cat((w_q, w_k)), bias, choice.backend)
+    numbers, extents = project(rows, w_qk, b_qk, choice.backend)
     query, key = numbers.unsqueeze(-1).split(num_heads, 1)
     key_mask = None
     if key_padding_mask is not None:
@@ -314,7 +363,7 @@ def _attend_at_nodes(
         out_bias=b_o,
         key_mask=key_mask,
         extents=extents,
-        scale=1.0 if scale is None else float(scale),
+        scale=default_scale(1) if scale is None else float(scale),
     )
     out = layer(*problem, *choice)
     return out.reshape(*lead, n, out.shape[-1])

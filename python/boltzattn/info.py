@@ -51,7 +51,7 @@ def main() -> None:
     asked = parser.parse_args()
     print(report())
     if asked.kernels:
-        from boltzattn.triton_kernels import report as triton_report
+        from boltzattn.triton_kernels.tools import report as triton_report
 
         for line in itertools.chain(cuda_report.lines(), triton_report.lines()):
             print(line, flush=True)

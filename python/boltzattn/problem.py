@@ -33,6 +33,11 @@ class Problem(NamedTuple):
     dropout_p: float
     is_causal: bool
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What is differentiated: query, key and value."""
+        return self.query, self.key, self.value
+
     def head(self, index: tuple[int, ...]) -> Problem:
         """The problem of one head, without leading dimensions."""
         return Problem._make(x[index] if isinstance(x, Tensor) else x for x in self)
@@ -106,6 +111,19 @@ class LayerGradients(NamedTuple):
     weight: Tensor
 
 
+class LayerOutputGradient(NamedTuple):
+    """The gradient that the backward pass of a layer starts from."""
+
+    out: Tensor
+
+
+class Starts(NamedTuple):
+    """Where packed sequences start, and in the last entry where they end: `[sequences + 1]`."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+
+
 class Kernels(NamedTuple):
     """How a backend computes attention."""
 
@@ -127,6 +145,16 @@ class Choice(NamedTuple):
     backend: str
 
 
+# How many fields of a tuple hold tensors; they come first.
+TENSOR_FIELDS: dict[Any, int] = {
+    kind: sum(hint in (Tensor, Tensor | None) for hint in get_type_hints(kind).values())
+    for kind in (
+        *(Problem, Saved, OutputGradients, Gradients, Starts, Choice),
+        *(LayerProblem, LayerOutputGradient, LayerGradients),
+    )
+}
+
+
 def schema(*kinds: Any) -> str:
     """The fields of these tuples as a torch.library schema lists them.
 
@@ -143,6 +171,10 @@ def unflatten(fields: Sequence[Any], *kinds: Any) -> list[Any]:
     """The tuples of these kinds whose fields are listed one after the other."""
     rest = iter(fields)
     return [kind._make(islice(rest, len(kind._fields))) for kind in kinds]
+
+
+def default_scale(rank: int) -> float:
+    return rank**-0.5
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

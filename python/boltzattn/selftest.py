@@ -113,7 +113,7 @@ def _case_rows(device: str, dtype: torch.dtype, case: Case, length: int) -> Iter
     kind = f"{device:<5} {str(dtype).removeprefix('torch.'):<9} {case!s:<15}"
     for method in boltzattn.METHODS:
         for backend in boltzattn.BACKENDS:
-            if backends.why_not(request, operation_of(method, case.is_causal), backend):
+            if backends.why_not(request, operation_of(method, request), backend):
                 continue
             name = f"{method:<10} {backend:<10}"
             try:

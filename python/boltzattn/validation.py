@@ -10,7 +10,7 @@ from torch import Tensor
 
 from boltzattn.dispatch.preference import preferred
 from boltzattn.dispatch.torch_modes import autocast_dtype
-from boltzattn.problem import DTYPES, Choice, Problem, Saved, accumulate_dtype
+from boltzattn.problem import DTYPES, Choice, Problem, Saved, accumulate_dtype, default_scale
 
 
 def shape_of(x: Tensor) -> str:
@@ -30,13 +30,17 @@ class Call(NamedTuple):
     # no key is repeated in memory.
     lead: tuple[int, ...]
 
-    def reshape(self, results: Saved) -> Saved:
-        """The results in the shape and with the dtype of lse that users get."""
-        out, lse = results
-        lse = lse.to(accumulate_dtype(out.dtype))
+    def out(self, results: Saved) -> Tensor:
+        """The output in the shape that users get."""
+        out = results[0]
         if len(self.lead) + 2 == out.ndim:
-            return Saved(out, lse)
-        return Saved(out.reshape(*self.lead, *out.shape[-2:]), lse.reshape(*self.lead, -1))
+            return out
+        return out.reshape(*self.lead, *out.shape[-2:])
+
+    def lse(self, results: Saved) -> Tensor:
+        """The same of lse, in the precision of sums."""
+        lse = results[1].to(accumulate_dtype(results[0].dtype))
+        return lse.reshape(*self.lead, lse.shape[-1])
 
 
 def validate(
@@ -55,11 +59,11 @@ def validate(
     """Check the arguments of a call and make a problem of them."""
     check_tensors(query, key, value)
     choice = preferred(method, backend)
+    check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
     check_scale(scale)
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
+    scale = default_scale(query.shape[-1]) if scale is None else scale
     if is_causal and attn_mask is not None:
         raise ValueError(
             "attn_mask must be None when is_causal is set (as in SDPA); "
@@ -125,35 +129,36 @@ def validate_varlen(
             f"{len(cu_seqlens_q)}, got {len(cu_seqlens_k)}"
         )
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if isinstance(x, Tensor) and x.ndim != 3:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {kind_of(x)}")
+        if x.ndim != 3:
             raise ValueError(f"{name} must be [total, heads, width], got {shape_of(x)}")
     return validate(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), **options)
 
 
 def check_scale(scale: float | None) -> None:
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale}")
+    if scale is not None:
+        check_number("scale", scale)
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be a finite number, got {scale}")
 
 
-class Projections(NamedTuple):
-    """The weights of a self-attention layer, as `nn.Linear` has them."""
-
-    w_q: Tensor  # [num_heads * rank, d]
-    w_k: Tensor
-    w_v: Tensor  # [num_heads * dv, d]
-    w_o: Tensor | None  # [d_out, num_heads * dv]
-    b_q: Tensor | None
-    b_k: Tensor | None
-    b_v: Tensor | None
-    b_o: Tensor | None
+def check_number(name: str, x: object) -> None:
+    if not isinstance(x, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name} must be a number, got {kind_of(x)}")
 
 
-def check_layer(x: Tensor, weights: Projections, num_heads: int) -> None:
+def check_layer(
+    x: Tensor,
+    projections: dict[str, Tensor],
+    optional: dict[str, Tensor | None],
+    num_heads: int,
+) -> None:
+    """Check x, `projections` (w_q, w_k, w_v) and `optional` (w_o, b_q, b_k, b_v, b_o)."""
     if not isinstance(num_heads, int) or num_heads < 1:
         raise ValueError(f"num_heads must be an integer of at least 1, got {num_heads!r}")
-    for name, t in (("x", x), *weights._asdict().items()):
-        if t is None and name not in ("x", "w_q", "w_k", "w_v"):
-            continue
+    given = {name: t for name, t in optional.items() if t is not None}
+    for name, t in {"x": x, **projections, **given}.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a tensor, got {kind_of(t)}")
         if t.dtype not in DTYPES:
@@ -173,9 +178,8 @@ def check_layer(x: Tensor, weights: Projections, num_heads: int) -> None:
             )
     if x.ndim < 2:
         raise ValueError(f"x must have at least 2 dimensions [..., n, d], got shape {shape_of(x)}")
-    w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o = weights
     d = x.shape[-1]
-    for name, weight in (("w_q", w_q), ("w_k", w_k), ("w_v", w_v)):
+    for name, weight in projections.items():
         rows = weight.shape[0] if weight.ndim == 2 else 0
         if weight.ndim != 2 or weight.shape[1] != d or rows == 0 or rows % num_heads:
             width = "dv" if name == "w_v" else "rank"
@@ -183,24 +187,26 @@ def check_layer(x: Tensor, weights: Projections, num_heads: int) -> None:
                 f"{name} must have shape [num_heads * {width}, d] with num_heads = {num_heads} and "
                 f"d = {d} (the last dimension of x), got {shape_of(weight)}"
             )
+    w_q, w_k, w_v = projections.values()
     if w_q.shape != w_k.shape:
         raise ValueError(
             f"w_k must have the shape of w_q, {shape_of(w_q)}, got {shape_of(w_k)}: queries and "
             "keys have the same rank"
         )
+    w_o = given.get("w_o")
     if w_o is not None and (w_o.ndim != 2 or w_o.shape[1] != w_v.shape[0]):
         raise ValueError(
             f"w_o must have shape [d_out, num_heads * dv] = [d_out, {w_v.shape[0]}], "
             f"got {shape_of(w_o)}"
         )
-    if b_o is not None and w_o is None:
+    if "b_o" in given and w_o is None:
         raise ValueError("b_o must be None without w_o: there is no output projection to add it to")
-    pairs = (("q", b_q, w_q), ("k", b_k, w_k), ("v", b_v, w_v), ("o", b_o, w_o))
-    for name, b, w in pairs:
+    for name, w in {**projections, "w_o": w_o}.items():
+        b = given.get(name.replace("w", "b"))
         if b is not None and w is not None and b.shape != w.shape[:1]:
             raise ValueError(
-                f"b_{name} must have shape {[w.shape[0]]}, one number per row of w_{name}, "
-                f"got {shape_of(b)}"
+                f"{name.replace('w', 'b')} must have shape {[w.shape[0]]}, one number per row of "
+                f"{name}, got {shape_of(b)}"
             )
 
 

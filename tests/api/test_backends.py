@@ -41,7 +41,7 @@ def _tensors(rank: int = 1, dtype: torch.dtype = torch.float32) -> list[torch.Te
 
 
 def _reasons(request: backends.Request, server: Server) -> list[str]:
-    operation = operation_of(server.method, request.is_causal)
+    operation = operation_of(server.method, request)
     return backends.why_not(request, operation, server.backend)
 
 
@@ -87,7 +87,7 @@ def test_the_named_is_taken_or_raises_every_reason(server: Server, name: str) ->
     with pytest.raises(ValueError, match="cannot serve this call") as raised:
         plan.choose(request, Choice(*server))
     # Reasons of the method come first and are enough: no backend could help.
-    operation = operation_of(server.method, request.is_causal)
+    operation = operation_of(server.method, request)
     expected = OPERATIONS[operation].why_not(request) or reasons
     for reason in expected:
         assert reason in str(raised.value)
@@ -157,7 +157,23 @@ def test_explain_names_every_alternative() -> None:
         names, reason = line.strip().split(": ", 1)
         method, backend = names.split(" on ")
         reasons = _reasons(request, Server(method, backend))
-        assert reason == ("; ".join(reasons) or "would be slower")
+        same = "comes after cpu" if method == "direct" else "would be slower"
+        assert reason == ("; ".join(reasons) or same)
+
+
+def test_explain_does_not_call_slow_what_was_not_asked_for() -> None:
+    x = torch.randn(1, 20_000, 1)
+    said = boltzattn.explain(x, x, x, method="direct", backend="reference")
+    assert "transform on cpu: method='direct' was asked for" in said
+    assert "direct on cpu: backend='reference' was asked for" in said
+
+
+def test_explain_knows_of_gradients_of_masks() -> None:
+    query, key, value = _tensors()
+    mask = torch.zeros(8, 8, requires_grad=True)
+    assert boltzattn.explain(query, key, value, mask).startswith("method direct, backend reference")
+    with pytest.raises(ValueError, match="computes no gradient for a mask"):
+        boltzattn.attention(query, key, value, key_padding_mask=mask[0], method="transform")
 
 
 def test_explain_runs_nothing() -> None:

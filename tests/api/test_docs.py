@@ -1,4 +1,4 @@
-"""Every public function has an example, and every example runs, README's too."""
+"""Every public function has an example, every example runs, and the README tells the truth."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import boltzattn
 import pytest
 import torch
 
+ROOT = Path(__file__).parents[2]
 SETTINGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
@@ -23,7 +24,7 @@ def _modules() -> list[ModuleType]:
 
 
 def _documented() -> list[doctest.DocTest]:
-    """Docstrings with examples, of every module of the package."""
+    """The docstrings with examples of every module of the package."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     usual = {"torch": torch, "boltzattn": boltzattn}
     return [
@@ -52,7 +53,7 @@ def test_public_function_has_an_example(name: str) -> None:
 
 
 def test_ten_lines_of_the_readme_run() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     (code,) = re.findall(r"^## Ten lines\n+```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     names: dict = {}
     exec(code.replace("100_000", "5_000"), names)  # the same lines in less time and memory
@@ -60,7 +61,31 @@ def test_ten_lines_of_the_readme_run() -> None:
     assert names["y"].shape == (1000, 2, 512)
 
 
-def test_all_lists_what_exists() -> None:
-    assert sorted(boltzattn.__all__) == list(boltzattn.__all__)
-    for name in boltzattn.__all__:
-        assert hasattr(boltzattn, name)
+def test_measurements_of_the_readme_are_those_of_the_tables() -> None:
+    readme = (ROOT / "README.md").read_text()
+    tables = (ROOT / "bench/results/tables.md").read_text()
+    found = re.findall(r"^\| (forward.*?), n = ([\d,]+) \| (.*) \|$", readme, re.MULTILINE)
+    assert len(found) == 5
+    for passes, n, cells in found:
+        table = tables.partition(f"{passes}, rank 1")[2]
+        row = re.search(rf"^\| {n} \|.*$", table, re.MULTILINE)[0]
+        sdpa, ours, speedup = cells.split(" | ")
+        assert f"| {sdpa} " in row, (passes, n)
+        assert f"| {ours} ({speedup}) |" in row, (passes, n)
+
+
+PAGES = [p for p in ROOT.rglob("*.md") if not set(p.parts) & {".venv", "build", ".benchmarks"}]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)|(?:src|srcset)=\"([^\"]+)\"", page.read_text())
+    missing = [
+        link for pair in links for link in pair if link and not (page.parent / link).exists()
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("module", [m for m in _modules() if hasattr(m, "__all__")])
+def test_all_lists_what_exists(module: ModuleType) -> None:
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []

@@ -246,7 +246,7 @@ def test_module_refuses_what_jagged_tensors_cannot() -> None:
     x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
     with pytest.raises(ValueError, match="need_weights must not be given with nested"):
         layer(x, x, x, need_weights=True)
-    with pytest.raises(ValueError, match="beside plain"):
+    with pytest.raises(ValueError, match="unless query, key and value are all nested"):
         layer(x, torch.randn(2, 3, 8), torch.randn(2, 3, 8))
     other = torch.nested.nested_tensor([torch.randn(5, 8), torch.randn(3, 8)], layout=torch.jagged)
     with pytest.raises(ValueError, match="value must have the sequence lengths of key"):

@@ -1,4 +1,4 @@
-"""The benchmarks' own logic: what they time, check, store, print and refuse to print."""
+"""The logic of the benchmarks: sampling, accuracy check, storage, tables and figures."""
 
 import itertools
 import math
@@ -356,8 +356,7 @@ def test_extrapolation_is_marked_and_never_stored(tmp_path):
         record("sdpa padded", None, n=8192, reason="one call would take about 32 s"),
         record("boltzattn transform (cpu)", 0.01, n=8192),
     ]
-    guess = extrapolation.estimate(records, records[2])
-    assert guess == extrapolation.Estimate(seconds=2.0 * 16, from_n=2048, growth=2)
+    assert extrapolation.estimate(records, records[2]) == 2.0 * 16  # n^2 from n = 2048
     assert extrapolation.best_baseline(records, Case(8192)) == (32.0, True)
     assert extrapolation.estimate(records, records[1]) is None  # measured
     assert extrapolation.estimate(records[2:], records[2]) is None  # from nothing
@@ -502,26 +501,27 @@ def test_every_target_is_a_row_of_the_full_grid():
                     assert term.case.level in providers.table()[name].levels
 
 
-def test_targets_state_the_promised_bounds():
-    bounds = {t.claim: (t.at_least, t.at_most) for t in targets.targets()}
-    assert sorted(x for x, _ in bounds.values() if x) == [
-        1.0,
-        1.0,
-        1.5,
-        1.7,
-        8,
-        8,
-        20,
-        25,
-        80,
-        80,
-        400,
-        500,
+def test_a_quick_run_shows_values_without_verdicts():
+    names = ("sdpa", "sdpa padded", targets.DIRECT)
+    records = [
+        Record(HERE, Case(4096, 8), row(name, s)) for name, s in zip(names, (3, 2, 1), strict=True)
     ]
-    assert sorted(x for _, x in bounds.values() if x) == [
-        *(0.5, 1.05, 1.3, 1.3, 4.0, 4.0, 4.5, 4.5, 4.5, 4.5),
-        *(32, 32, 64),
+    assert [
+        line.split()[-1] for line in report.target_table(records, judge=False).splitlines()
+    ] == [
+        "value",
+        "2x",
     ]
+    judged = report.target_table(records).splitlines()
+    assert len(judged) == 1 + len(list(targets.targets()))
+    assert sum(line.endswith("met") for line in judged) == 1
+    assert not any(line.endswith("missed") for line in judged)
+
+
+def test_a_target_without_a_bound_is_not_judged():
+    copy = targets.Target("t", ((targets.Term(Case(8), targets.DIRECT, "clone_fraction"), None),))
+    records = [record(targets.DIRECT, n=8, clone_fraction=0.3)]
+    assert (copy.worst(records), copy.met(records), copy.bound) == (0.3, None, "")
 
 
 def test_grids_have_no_duplicates_and_labels_tell_cases_apart():
@@ -530,8 +530,8 @@ def test_grids_have_no_duplicates_and_labels_tell_cases_apart():
         assert len({e.case.label for e in grid}) == len(grid)
 
 
-def test_the_quick_grid_decides_the_first_claims():
-    """Speed of `direct` at its centre and against naive attention, and what memory it takes."""
+def test_the_quick_grid_has_the_rows_of_some_claims():
+    """Speed and memory of `direct`; speed, memory and bandwidth of `transform`."""
     grid = {entry.case: entry.providers for entry in cases.quick()}
 
     def decided(target):
@@ -542,7 +542,7 @@ def test_the_quick_grid_decides_the_first_claims():
 
     claims = [t.claim for t in targets.targets() if decided(t)]
     assert sum(claim.startswith("direct") for claim in claims) == 4
-    assert "direct over naive, ranks 1, 2, 4, 8, 16, n = 512" in claims
+    assert sum(claim.startswith("transform") for claim in claims) >= 4
 
 
 def test_only_keeps_the_baselines():
@@ -557,7 +557,7 @@ def test_only_keeps_the_baselines():
 
 def test_a_case_that_makes_no_sense_is_refused():
     for wrong in ({"level": "model"}, {"passes": "sideways"}, {"level": "layer"}, {"dim": 4}):
-        with pytest.raises(ValueError, match=r"must be one of|dim belongs"):
+        with pytest.raises(ValueError, match=r"must be one of|dim is for"):
             Case(8, **wrong)
 
 
@@ -650,16 +650,20 @@ def test_measuring_a_case_fills_every_cell():
 
 
 def page_faults(fresh_pages):
-    """Of an allocation of 64 MB, after others of that size were freed."""
+    """The fewest of several allocations of 64 MB, after others of that size were freed.
+
+    A single allocation may grow the heap if a small block was placed into the freed one.
+    """
     measure.settle_allocator(fresh_pages)
-    for _ in range(4):
+    faults = []
+    for _ in range(6):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.zeros(2**24).add_(1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.zeros(2**24).add_(1)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(faults[3:])
 
 
-@pytest.mark.skipif(glibc_mallopt() is None, reason="glibc's allocator alone is settled")
+@pytest.mark.skipif(glibc_mallopt() is None, reason="needs glibc's allocator")
 def test_freed_memory_is_used_again_unless_fresh_pages_are_asked_for():
     assert child.run(page_faults, False) < 100
     assert child.run(page_faults, True) > 20  # a fault may bring 2 MB

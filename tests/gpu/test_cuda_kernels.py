@@ -92,7 +92,7 @@ def assert_runs(method: str, p: Problem, **options: Any) -> tuple[Machine, Machi
     """Forward and backward obey the error rule and every check of the machine."""
     ahead, back = Machine(**options), Machine(**options)
     out, lse = forward(method, ahead, *p.tensors, *p.options)
-    grads = backward(method, back, *p.grads, *p.tensors, out, lse, *p.options)
+    grads = backward(method, back, *p.grads, out, lse, *p.tensors, *p.options)
     lse = lse if out.dtype == torch.float64 else lse.float()
     names = ("out", "lse", "grad_query", "grad_key", "grad_value")
     arguments = (*p.tensors, *p.grads)
@@ -179,7 +179,7 @@ def test_16_bit_products_run_on_tensor_cores(method: str) -> None:
     with_mma = {result.kernel for m in machines for result in m.results if result.mma_flops}
     expected = {
         "direct": {"direct_forward", "direct_value_gradient", "direct_logit_gradient"},
-        "transform": {"transform_moments", "transform_evaluate", "transform_key_gradient"},
+        "transform": {"transform_moments", "transform_evaluate", "transform_evaluate_keys"},
     }[method]
     assert {readable(name).partition("<")[0] for name in with_mma} == expected
 

@@ -110,7 +110,7 @@ def launches(family: str) -> dict[str, list[Launched]]:
         ahead, back = Machine(record=True), Machine(record=True)
         out, lse = forward(case.method, ahead, *p.tensors, *p.options)
         grads = (grad_out, grad_lse if case.lse_gradient else None)
-        backward(case.method, back, *grads, *p.tensors, out, lse, *p.options)
+        backward(case.method, back, *grads, out, lse, *p.tensors, *p.options)
         keep(ahead)
         keep(back)
     for batch, n, columns, outputs in ((2, 70, 5, 9), (1, 64, 64, 2)) if kind == "project" else ():
@@ -301,9 +301,9 @@ REDUNDANT: dict[tuple[str, str], str] = {
     ("*", "for (int first = mine.first; first < mine.end; first += Lanes::kTokens) {"): (
         "past the last token nothing is written; saves time"
     ),
-    ("transform_key_gradient", "if (!slopes) continue;"): "adds nothing but zeros; saves time",
-    ("transform_key_gradient", "if (!at.usable) return;"): (
-        "a head that is not usable is not served either, which is asked next"
+    ("transform_evaluate_keys", "if (!slopes) continue;"): "adds nothing but zeros; saves time",
+    ("transform_evaluate_keys", "if (!at.served) return;"): (
+        "a head without a layout is not served either, which is asked next"
     ),
     ("*", "while (high - panel > 1) {  // starts[panel] <= index < starts[high]"): (
         "where there is one panel, the search finds that"
@@ -323,7 +323,7 @@ REDUNDANT: dict[tuple[str, str], str] = {
         "all threads of a node, in every tile, have the same sum: all of them would write it"
     ),
     (
-        "transform_key_tables",
+        "transform_adjoint",
         "if (tile == 0 && threadIdx.x % Lanes::kGroups == 0) work.slope_last[key] = felt ? rest : "
         "0;",
     ): "all threads of a node, in every tile, have the same sum: all of them would write it",

@@ -303,10 +303,10 @@ def test_dropout_of_weights_at_rank_one_warns_of_its_cost() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"embed_dim": 0}, "embed_dim must be at least 1, got 0"),
-        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
-        ({"rank": 0}, "rank must be at least 1, got 0"),
-        ({"head_dim": -1}, "head_dim must be at least 1, got -1"),
+        ({"embed_dim": 0}, "embed_dim must be an integer of at least 1, got 0"),
+        ({"num_heads": 0}, "num_heads must be an integer of at least 1, got 0"),
+        ({"rank": 0}, "rank must be an integer of at least 1, got 0"),
+        ({"head_dim": -1}, "head_dim must be an integer of at least 1, got -1"),
         ({"num_heads": 5}, "num_heads must divide embed_dim .* pass head_dim"),
         ({"add_bias_kv": True}, "add_bias_kv=True is not supported .* append the extra token"),
         ({"add_zero_attn": True}, "add_zero_attn=True is not supported .* append the extra"),

@@ -60,7 +60,7 @@ def test_paper_form(heads: int, rank: int, head_dim: int, first: bool, second: b
 
 
 def test_paper_form_has_nothing_else() -> None:
-    model = OneLayerTransformer(DIM, form="paper", num_heads=2, ff1_hidden=7, ff2_hidden=11)
+    model = OneLayerTransformer(DIM, form="paper", num_heads=2, ff1_hidden_dim=7, ff2_hidden_dim=11)
     assert sorted(name for name, _ in model.named_parameters()) == [
         "attention.k_proj_weight",
         "attention.out_proj.weight",
@@ -182,11 +182,11 @@ def test_feed_forward_never_holds_all_hidden_activations() -> None:
     ("options", "message"),
     [
         ({"form": "novel"}, "form must be 'paper' or 'standard', got 'novel'"),
-        ({"form": "paper", "in_dim": 3}, "in_dim=3 is no part of the paper's block; use form="),
-        ({"form": "paper", "dropout": 0.1}, "dropout=0.1 is no part of the paper's block"),
+        ({"form": "paper", "in_dim": 3}, "in_dim=3 is not part of the paper's block; use form="),
+        ({"form": "paper", "dropout": 0.1}, "dropout=0.1 is not part of the paper's block"),
         ({"form": "paper", "learnable_temperature": True}, "learnable_temperature=True is no"),
         ({"num_heads": 4}, "num_heads must divide embed_dim"),
-        ({"ff1_hidden": -1}, "dim and hidden must be at least 1"),
+        ({"ff1_hidden_dim": -1}, "embed_dim and hidden_dim must be at least 1"),
     ],
 )
 def test_bad_constructor_arguments(options: dict, message: str) -> None:

@@ -321,10 +321,10 @@ def transform_pieces(machine: Machine, library: ctypes.CDLL, call: Call, backwar
 
 def backward(method: str, machine: Machine, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for the arguments of `boltzattn::cuda_<method>_backward`, on CPU tensors."""
-    grad_out, grad_lse, query, key, value, out, lse, *rest = arguments
-    grads = [torch.full(x.shape, torch.nan, dtype=x.dtype) for x in (query, key, value)]
+    grad_out, grad_lse, out, lse, *problem = arguments
+    grads = [torch.full(x.shape, torch.nan, dtype=x.dtype) for x in problem[:3]]
     g = Gradient()
-    g.call = make_call(machine, query, key, value, *rest, out, lse)
+    g.call = make_call(machine, *problem, out, lse)
     g.grad_out = describe(machine, grad_out, 2)
     g.grad_lse = column_vector(machine, grad_lse)
     g.grad_query, g.grad_key, g.grad_value = (describe(machine, x, 2) for x in grads)

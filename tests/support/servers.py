@@ -52,7 +52,7 @@ def servers(request: Request) -> list[Server]:
         Server(method, backend)
         for method in boltzattn.METHODS
         for backend in boltzattn.BACKENDS
-        if not why_not(request, operation_of(method, request.is_causal), backend)
+        if not why_not(request, operation_of(method, request), backend)
     ]
 
 

@@ -1,6 +1,6 @@
-"""The experiments, small: what they find, that it repeats, and that data can refute it.
+"""The experiments at a small size: findings, repeatability, and that data can refute them.
 
-What training finds takes longer to train than a test may; the run marked `full` looks at that.
+Findings that need more training than a test allows are checked by the run marked `full`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 from boltzattn.experiments import EXPERIMENTS, Finding, Result, run
-from boltzattn.experiments.__main__ import format_table, report
+from boltzattn.experiments.__main__ import report
 from boltzattn.experiments.experiment import Row, select
+from boltzattn.theory.presentation import format_table
 
 NAMES = list(EXPERIMENTS)
 
@@ -51,15 +52,15 @@ FOUND = {
         "in fp64 the theorem's weights separate nothing",
         "in fp64 the theorem's weights are a hardmax",
         "practical weights separate",
-        "the digits promised grow",
+        "the promised digits grow",
     ],
     "temperature": [
         "hardmax separates",
         "mean pooling fails",
-        "some temperature between",
+        "an intermediate temperature",
         "for tokens in general position",
-        "power sums equal to degree 1",
-        "power sums equal to degree 3",
+        "equal power sums up to degree 1",
+        "equal power sums up to degree 3",
     ],
     "hardmax": [
         "no hardmax layer",
@@ -68,30 +69,30 @@ FOUND = {
     ],
     "duplicates": [
         "repeated tokens do not harm the construction",
-        "in fp64 the construction tells twins",
+        "in fp64 the construction distinguishes twins",
         "(x, y) and (x, x, y, y)",
         "other sequences of different lengths",
     ],
     "approximate": [
         "errors of Lipschitz functions",
         "the transformer adds nothing",
-        "a function of the order stops",
+        "a function that is not equivariant stops",
         "with positions",
-        "a discontinuous function",
+        "the L2 error of a discontinuous function",
         "dropping contexts",
         "wide ramps",
     ],
-    "depth": ["models have the same number of parameters"],
+    "depth": ["the models have the same number of parameters"],
     "rank": [],
     "no-quantizer": [
-        "added to a token on a line",
+        "one number added to a token",
         "fewer than n - 1 heads",
         "n - 1 heads of rank 1",
         "fewer than n - 1 values",
         "n - 1 values of one head",
-        "trained with one head and nothing in front",
+        "trained with one head and no network before",
     ],
-    "long-sets": ["mean pooling does not learn it"],
+    "long-sets": ["mean pooling does not learn the task"],
 }
 
 
@@ -224,10 +225,10 @@ FLIPS: list[tuple[str, str, Callable[[list[Row]], None], Callable[[list[Row]], N
     ("theory-vs-practice", "practical weights", _set(), _set(practical_seen=False)),
     ("temperature", "hardmax separates", _set(), _where(_set(gap=1e-3), limit="hardmax")),
     ("temperature", "mean pooling fails", _set(), _where(_set(gap=1e-3), limit="mean")),
-    ("temperature", "some temperature", _set(), _where(_set(gap=0.0), limit=None)),
+    ("temperature", "an intermediate", _set(), _where(_set(gap=0.0), limit=None)),
     ("hardmax", "trained hardmax", _set(shared=0.5), _where(_set(shared=0.6), kind="hardmax")),
     ("hardmax", "trained softmax", _set(shared=0.99), _where(_set(shared=0.6), kind="softmax")),
-    ("hardmax", "a network in front", _set(shared=0.5), _where(_set(shared=1.0), kind="hardmax")),
+    ("hardmax", "a network before", _set(shared=0.5), _where(_set(shared=1.0), kind="hardmax")),
     ("duplicates", "repeated tokens do not harm the", _set(), _where(_set(fp64=0.9), part="rate")),
     (
         "duplicates",
@@ -239,7 +240,7 @@ FLIPS: list[tuple[str, str, Callable[[list[Row]], None], Callable[[list[Row]], N
     ("duplicates", "(x, y) and (x, x, y, y)", _set(), _set(refused=False)),
     ("approximate", "errors of Lipschitz", _set(), _errors_like_the_root),
     ("approximate", "the transformer adds", _set(), _set(grid_error=1e-3)),
-    ("approximate", "a function of the order", _set(), _where(_set(error=0.1), target="position")),
+    ("approximate", "a function that is not", _set(), _where(_set(error=0.1), target="position")),
     (
         "depth",
         "one layer of rank 1 memorizes",
@@ -260,22 +261,22 @@ FLIPS: list[tuple[str, str, Callable[[list[Row]], None], Callable[[list[Row]], N
             functools.partial(_learned, better=second, worse=first),
         )
         for claim, first, second in (
-            ("rank 1 scores memorize", ONE, FULL),
-            ("rank 1 values memorize", "scores 1, values 1", ONE),
-            ("rank 1 scores imitate attention of rank 1", ONE, FULL),
-            ("rank 1 scores imitate attention of full rank", ONE, FULL),
+            ("rank-1 scores memorize", ONE, FULL),
+            ("rank-1 values memorize", "scores 1, values 1", ONE),
+            ("rank-1 scores imitate rank-1", ONE, FULL),
+            ("rank-1 scores imitate full-rank", ONE, FULL),
             ("8 heads of rank 1 memorize", "8 heads of 1", FULL),
             ("8 heads of rank 1 imitate", "8 heads of 1", FULL),
             ("with the constructed vector", "constructed vector", "scores 1, values 1"),
         )
     ),
-    ("no-quantizer", "added to a token", _set(), _where(_set(floor=0.0), variant="scalar")),
+    ("no-quantizer", "one number added", _set(), _where(_set(floor=0.0), variant="scalar")),
     ("no-quantizer", "fewer than n - 1 heads", _set(), _set(floor=0.0)),
     ("no-quantizer", "n - 1 heads", _set(), _where(_set(floor=0.5), variant="temperatures")),
     ("no-quantizer", "n - 1 values", _set(), _where(_set(floor=0.5), variant="powers")),
     ("no-quantizer", "trained with one head", _set(), _where(_set(error=0.01), part="trained")),
-    ("long-sets", "heads of rank 1 learn", _skills(rank_1=0.95), _skills(rank_1=0.5)),
-    ("long-sets", "full attention does no", _skills(rank_1=0.9, full=0.9), _skills(full=2.0)),
+    ("long-sets", "rank-1 heads learn", _skills(rank_1=0.95), _skills(rank_1=0.5)),
+    ("long-sets", "full attention is not", _skills(rank_1=0.9, full=0.9), _skills(full=2.0)),
     ("long-sets", "full attention on", _skills(rank_1=1, sample=0.2), _skills(sample=0.95)),
     ("long-sets", "mean pooling", _skills(mean=0.0), _skills(mean=0.9)),
     ("long-sets", "a step takes linear", _times({"full": 2.0}), _times({"rank 1": 2.0})),

@@ -67,7 +67,7 @@ def relative_gap_along_v(head, ids: torch.Tensor) -> float:
     ],
 )
 def test_theorem_keeps_its_promise_beyond_floats(batch):
-    with pytest.warns(ResolutionWarning, match="numerically become hardmax"):
+    with pytest.warns(ResolutionWarning, match="numerically a hardmax"):
         head = construct_attention(batch, "theorem")
     assert head.measured.delta == 0.0  # what fp64 sees
     truth = log10_gap_in_many_digits(head, batch, digits=40 - int(1.1 * head.log10_measured))
@@ -224,7 +224,7 @@ def test_direction_orthogonal_to_a_token():
     v = torch.tensor([0.0, 1.0])
     with pytest.raises(ValueError, match=r"orthogonal to 1 tokens.*\|v \. x\| = 0"):
         construct_attention(batch, "measured", v=v)
-    with pytest.warns(ResolutionWarning, match=r"orthogonal to 1 tokens.*only the mean"):
+    with pytest.warns(ResolutionWarning, match=r"orthogonal to 1 tokens.*attend to the mean"):
         head = construct_attention(batch, "practical", v=v)
     # A zero query sees the mean, which here is enough.
     assert head.measured.passed

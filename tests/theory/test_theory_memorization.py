@@ -203,7 +203,7 @@ def test_near_duplicates_below_resolution():
 def test_theorem_weights_cannot_memorize_in_floats():
     x, y = random_task(n=3, vocabulary=6, count=20, d=4)
     with (
-        pytest.warns(ResolutionWarning, match="numerically become hardmax"),
+        pytest.warns(ResolutionWarning, match="numerically a hardmax"),
         pytest.raises(ValueError, match="scale='theorem': the closest of 48 context ids"),
     ):
         memorize(x, y, scale="theorem")

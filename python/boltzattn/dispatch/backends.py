@@ -44,9 +44,10 @@ class Request(NamedTuple):
     is_causal: bool = False
     attn_mask: bool = False
     dropout: bool = False
+    mask_gradient: bool = False
 
     @classmethod
-    def of(cls, problem: Problem) -> Request:
+    def of(cls, problem: Problem, mask_gradient: bool = False) -> Request:
         query, value = problem.query, problem.value
         *lead, n_q, rank = query.shape
         n_k, dv = value.shape[-2:]
@@ -61,6 +62,7 @@ class Request(NamedTuple):
             problem.is_causal,
             problem.attn_mask is not None,
             problem.dropout_p > 0.0,
+            mask_gradient,
         )
 
 
@@ -79,6 +81,8 @@ def _transform_why_not(request: Request) -> list[str]:
         reasons.append("transform takes no attn_mask (it takes key_padding_mask and is_causal)")
     if request.dropout:
         reasons.append("transform never forms the weights that dropout_p would drop")
+    if request.mask_gradient:
+        reasons.append("transform computes no gradient for a mask; detach() the mask")
     return reasons
 
 
@@ -91,6 +95,7 @@ class Operation(NamedTuple):
 
 OPERATIONS = {
     "direct": Operation("attention over all pairs, any rank"),
+    "dense": Operation("the gradient of a mask (detach() it, or take backend 'reference')"),
     "transform": Operation("rank-1 attention in linear time", _transform_why_not),
     "causal": Operation("the transform with `is_causal`", _transform_why_not),
     "varlen": Operation("all sequences of `attention_varlen` in one kernel"),
@@ -100,9 +105,11 @@ OPERATIONS = {
 }
 
 
-def operation_of(method: str, is_causal: bool) -> str:
+def operation_of(method: str, request: Request) -> str:
     """The operation by which a method serves attention."""
-    return "causal" if method == "transform" and is_causal else method
+    if method == "direct":
+        return "dense" if request.mask_gradient else "direct"
+    return "causal" if request.is_causal else method
 
 
 # ---- backends ----
@@ -169,12 +176,17 @@ class Backend:
         reasons = []
         if missing := self.unavailable():
             reasons.append(missing)
-        devices = None if self.devices is None else (*self.devices, *self.only_by_name())
-        if self.devices is not None and devices is not None and request.device not in devices:
+        if self.devices is not None and request.device not in (
+            *self.devices,
+            *self.only_by_name(),
+        ):
             where = " or ".join(self.devices)
             reasons.append(f"runs on {where} tensors, got {request.device}{self.remedy}")
         if operation not in self.operations:
-            reasons.append(f"does not have {OPERATIONS[operation].summary}")
+            remedy = (
+                "; detach() the mask or use backend='reference'" if operation == "dense" else ""
+            )
+            reasons.append(f"does not compute {OPERATIONS[operation].summary}{remedy}")
             return reasons
         limits = self.operations[operation]
         if request.dtype not in limits.dtypes:
@@ -242,6 +254,7 @@ BACKENDS: dict[str, Backend] = {
                 "direct": Implementation(
                     lambda: Kernels(reference_direct.forward, reference_direct.backward)
                 ),
+                "dense": Implementation(lambda: reference_direct.dense),
                 "transform": Implementation(
                     lambda: Kernels(reference_transform.forward, reference_transform.backward)
                 ),
@@ -276,7 +289,7 @@ def select(request: Request, operation: str, backend: str) -> Backend:
     backend that cannot raises with every reason.
     """
     if reasons := OPERATIONS[operation].why_not(request):
-        method = operation if operation in METHODS else "transform"
+        method = "direct" if operation in ("direct", "dense") else "transform"
         raise ValueError(f"method {method!r} cannot serve this call: " + "; ".join(reasons))
     if backend != "auto":
         if reasons := BACKENDS[backend].why_not(request, operation):
@@ -288,7 +301,10 @@ def select(request: Request, operation: str, backend: str) -> Backend:
             return candidate
         if candidate.devices is None or request.device in candidate.devices:
             _log.info("backend %s not taken: %s", candidate.name, "; ".join(reasons))
-    raise ValueError(f"no backend has {OPERATIONS[operation].summary} for {request.device} tensors")
+    raise ValueError(
+        f"no backend computes {OPERATIONS[operation].summary} for {request.dtype} tensors on "
+        f"{request.device}"
+    )
 
 
 @lru_cache(maxsize=64)
@@ -315,6 +331,6 @@ def _cell(backend: Backend, operation: str) -> str:
         names = {torch.float64: "fp64", torch.float32: "fp32"}
         names |= {torch.bfloat16: "bf16", torch.float16: "fp16"}
         words.append("no " + ", ".join(names[x] for x in DTYPES if x not in found.dtypes))
-    if found.largest_rank is not None and operation == "direct":
+    if found.largest_rank is not None:
         words.append(f"rank up to {found.largest_rank}")
     return "yes" + (f" ({', '.join(words)})" if words else "")

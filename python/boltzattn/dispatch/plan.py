@@ -1,4 +1,4 @@
-"""Which method and backend a call takes, by a cost model, and why not the others."""
+"""Which method a call takes, by a cost model, on the first backend that can serve it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Costs(NamedTuple):
     core_product: float  # a multiply-add of the core, in fp64
 
 
-# One core of an AMD EPYC (Zen 3), fp32, measured by `make micro`.
+# One core of an AMD EPYC (Zen 3), fp32, fitted to the medians that `make micro` prints.
 CPU = Costs(
     direct_pair=0.75,
     direct_pair_column=0.022,
@@ -104,12 +104,12 @@ def choose(request: Request, choice: Choice) -> Plan:
     method, backend = choice
     if method == "auto":
         method = "direct"
-        transform = operation_of("transform", request.is_causal)
+        transform = operation_of("transform", request)
         if backends.can_serve(request, transform, backend):
             slow = backends.select(request, transform, backend).name == "reference"
             cost = transform_cost(request, REFERENCE_TRANSFORM_HEAD if slow else None)
             method = "transform" if cost < direct_cost(request) else "direct"
-    operation = operation_of(method, request.is_causal)
+    operation = operation_of(method, request)
     taken = backends.select(request, operation, backend)
     return Plan(method, taken.name, backends.kernels(taken.name, operation))
 
@@ -154,11 +154,21 @@ def _projects_at_nodes(device: str, dtype: torch.dtype, shape: LayerShape, choic
         return False
     cost, dv, d, d_out = costs(device), shape.dv, shape.d, shape.d_out
     outward = cost.product * dv if shape.projects_out else 0.0
-    fixed = shape.num_heads * d * d_out * (CORE_NODES * cost.core_product + outward)
+    # The core meets the weight in every head; w_o w_v is formed once for the whole batch.
+    fixed = d * d_out * request.heads * CORE_NODES * cost.core_product
+    fixed += d * d_out * shape.num_heads * outward
     fixed += request.heads * cost.transform_head_column * (d_out - dv)
     at_nodes = cost.transform_token_column * (d + d_out)
     first = 2 * cost.transform_token_column * dv + cost.product * dv * d + outward * d_out
     return fixed + request.heads * shape.n * at_nodes < request.heads * shape.n * first
+
+
+def _why_not_taken(other: Choice, taken: Plan, asked: Choice) -> str:
+    """Why a plan that could serve the call was not taken."""
+    for name, wanted in asked._asdict().items():
+        if wanted not in ("auto", getattr(other, name)):
+            return f"{name}={wanted!r} was asked for"
+    return "would be slower" if other.method != taken.method else f"comes after {taken.backend}"
 
 
 def describe(request: Request, choice: Choice) -> str:
@@ -173,7 +183,8 @@ def describe(request: Request, choice: Choice) -> str:
     for method in METHODS:
         for backend in BACKENDS:
             if (method, backend) != (taken.method, taken.backend):
-                operation = operation_of(method, request.is_causal)
-                reasons = backends.why_not(request, operation, backend)
-                lines.append(f"  {method} on {backend}: {'; '.join(reasons) or 'would be slower'}")
+                reasons = backends.why_not(request, operation_of(method, request), backend)
+                if not reasons:
+                    reasons = [_why_not_taken(Choice(method, backend), taken, choice)]
+                lines.append(f"  {method} on {backend}: {'; '.join(reasons)}")
     return "\n".join(lines)

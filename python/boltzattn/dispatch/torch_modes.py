@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype that autocast asks for on this device, or None where it is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
@@ -28,6 +31,11 @@ def functorch_active() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def forward_mode_active() -> bool:
+    """Whether tensors may carry tangents: within `torch.func.jvp` or a forward_ad.dual_level."""
+    return forward_ad._current_level >= 0
 
 
 def may_bypass_dispatcher(arguments: tuple[Any, ...]) -> bool:

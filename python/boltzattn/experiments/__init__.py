@@ -1,7 +1,7 @@
 """Ten experiments on one-layer rank-1 attention; `python -m boltzattn.experiments` runs them.
 
-Each file asks one question, says what would refute the expected answer, measures, and reads the
-answer off the measurements. Needs scipy, matplotlib and tqdm: `pip install
+Each file asks one question, says what would refute the expected answer, measures, and judges the
+answer from the measured rows. Needs scipy, matplotlib and tqdm: `pip install
 'boltzattn[experiments]'`.
 """
 

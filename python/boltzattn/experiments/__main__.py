@@ -1,4 +1,4 @@
-"""`python -m boltzattn.experiments NAME`: measures, prints the answer, writes JSON and a figure."""
+"""Run an experiment: print a table and its findings, write NAME.json and NAME.png."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ import textwrap
 from pathlib import Path
 
 from boltzattn.experiments import EXPERIMENTS
-from boltzattn.experiments.experiment import Experiment, Result, Table, run
-from boltzattn.experiments.figure import save_figure
+from boltzattn.experiments.experiment import Experiment, Result, run
+from boltzattn.theory.presentation import format_table, save_figure
 
 
 def main() -> None:
     names = "\n".join(f"  {name:20} {e.question}" for name, e in EXPERIMENTS.items())
     parser = argparse.ArgumentParser(
         prog="python -m boltzattn.experiments",
-        description=f"{__doc__.splitlines()[0]}\n\nexperiments:\n{names}",
+        description=f"{__doc__}\n\nexperiments:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=[*EXPERIMENTS, "all"], metavar="NAME", help="or all")
+    parser.add_argument(
+        "name", choices=[*EXPERIMENTS, "all"], metavar="NAME", help="an experiment, or all"
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         "--quick",
         dest="size",
         action="store_const",
         const="quick",
-        help="the default: all ten take about 10 minutes of CPU",
+        help="the default; all ten take about 10 minutes of CPU time",
     )
     size.add_argument(
-        "--full", dest="size", action="store_const", const="full", help="larger: hours"
+        "--full", dest="size", action="store_const", const="full", help="larger sizes, hours"
     )
     size.add_argument("--tiny", dest="size", action="store_const", const="tiny", help="for tests")
     parser.set_defaults(size="quick")
-    parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument(
         "--out", type=Path, default=Path("experiments-output"), help="folder for JSON and figures"
     )
@@ -47,24 +49,14 @@ def main() -> None:
 
 
 def report(experiment: Experiment, result: Result, out: Path) -> None:
-    """Prints table and answer, draws `NAME.png`."""
+    """Print the table and the findings, draw `NAME.png`."""
     print(format_table(experiment.table(result.rows)))
     print()
     for finding in result.findings:
         print(textwrap.fill(str(finding), 100, initial_indent="  ", subsequent_indent=" " * 11))
     save_figure(lambda figure: experiment.draw(result.rows, figure), out / f"{result.name}.png")
-    print(f"\n{result.cpu_seconds:.0f} s of CPU -> {out / result.name}.json, .png\n", flush=True)
-
-
-def format_table(table: Table) -> str:
-    """Columns under each other, the first to the left."""
-    header, lines = table
-    cells = [list(header), *([str(cell) for cell in line] for line in lines)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(["", line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in cells
-    )
+    print(f"\n{result.cpu_seconds:.0f} s of CPU time")
+    print(f"wrote {out / result.name}.json and .png\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
-"""How does the error of the constructed approximator fall with the grid?
+"""How does the error of the constructed approximator decrease with the grid?
 
 The construction rounds tokens to a grid, identifies each (grid point, context), and looks up f at
-the centre of the cell. For a Lipschitz f the error is that of the grid, of order 1/D for D cells;
-a discontinuity costs the root of the cells it cuts, D^-1/2. A function that depends on the order
-of the tokens cannot come closer than to its symmetrisation, unless tokens carry positions.
+the centre of the cell. For a Lipschitz f the error is that of the grid, of order 1/D for D cells. A
+discontinuity costs the root of the share of cells that it cuts, D^-1/2. For a function that depends
+on the order of the tokens, the error cannot go below its distance from its symmetrisation unless
+the tokens carry positions.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from boltzattn.experiments.experiment import Experiment, Finding, Row, Table, select, slope, values
-from boltzattn.experiments.figure import GREY, STYLES
+from boltzattn.experiments.experiment import Experiment, Finding, Row, select, slope, values
 from boltzattn.theory import TARGETS, approximate
+from boltzattn.theory.presentation import GREY, STYLES, Table
 
 LIPSCHITZ = ("product", "wave", "smoothing")
 
@@ -59,18 +60,16 @@ def judge(rows: list[Row]) -> list[Finding]:
     slopes = {name: _last_slope(some) for name, some in whole.items()}
     excess = max(row["error"] / row["grid_error"] for some in whole.values() for row in some)
     findings = [
-        # Between the last two grids; coarse grids miss the waves of f altogether, so that the law
-        # is not reached yet at 4 cells.
+        # Between the last two grids: coarse grids do not resolve f.
         Finding(
-            "errors of Lipschitz functions fall as 1/D",
+            "errors of Lipschitz functions decrease as 1/D",
             all(abs(s + 1) < 0.2 for s in slopes.values()),
             ", ".join(f"{s:.2f} ({name})" for name, s in slopes.items()),
         ),
         Finding(
             "the transformer adds nothing to the error of its grid",
             excess < 1.02,
-            f"at most {100 * (excess - 1):.2g}% more, with {max(r['ids'] for r in rows)} ids "
-            "at most",
+            f"at most {100 * (excess - 1):.2g}% more, with up to {max(r['ids'] for r in rows)} ids",
         ),
     ]
     for name, some in curves.items():
@@ -78,7 +77,7 @@ def judge(rows: list[Row]) -> list[Finding]:
         if last["target"] == "rank":
             findings.append(
                 Finding(
-                    "a discontinuous function is approximated in the mean, at the rate D^-1/2",
+                    "the L2 error of a discontinuous function decreases as D^-1/2",
                     abs(_last_slope(some) + 0.5) < 0.2,
                     f"slope {_last_slope(some):.2f}, error {last['error']:.3f}",
                 )
@@ -87,7 +86,8 @@ def judge(rows: list[Row]) -> list[Finding]:
             floor = last["asymmetry"]
             findings.append(
                 Finding(
-                    "a function of the order stops at its distance from its symmetrisation",
+                    "a function that is not equivariant stops at its distance from its "
+                    "symmetrisation",
                     min(row["error"] for row in some) > 0.98 * floor
                     and last["error"] < 1.05 * floor,
                     f"error {last['error']:.4f} at {last['grid']} cells, distance {floor:.4f}",
@@ -96,7 +96,7 @@ def judge(rows: list[Row]) -> list[Finding]:
         elif last["target"] == "position":
             findings.append(
                 Finding(
-                    "with positions the same function is learnable",
+                    "with positions, the error of the same function decreases as 1/D",
                     abs(_last_slope(some) + 1) < 0.2,
                     f"slope {_last_slope(some):.2f}, error {last['error']:.4f}",
                 )
@@ -107,9 +107,9 @@ def judge(rows: list[Row]) -> list[Finding]:
                 Finding(
                     "dropping contexts with a repeated cell, as the paper does, costs accuracy",
                     last["error"] > 1.05 * with_repeats["error"],
-                    f"error {last['error']:.3f} against {with_repeats['error']:.3f} at "
-                    f"{last['grid']} cells, of which {100 * last['repeat_share']:.0f}% of the "
-                    "points repeat one",
+                    f"error {last['error']:.3f} instead of {with_repeats['error']:.3f} at "
+                    f"{last['grid']} cells, where {100 * last['repeat_share']:.0f}% of the points "
+                    "have two tokens in one cell",
                 )
             )
     ramps = sorted(_ramps(rows), key=lambda row: row["ramp"])
@@ -117,7 +117,7 @@ def judge(rows: list[Row]) -> list[Finding]:
         thin, wide = ramps[0], ramps[-1]
         findings.append(
             Finding(
-                "wide ramps in the rounding network spoil it",
+                "wide ramps in the rounding network increase the error",
                 wide["error"] > 1.05 * thin["error"],
                 f"error {wide['error']:.3f} at {wide['ramp']:g} of a cell, {thin['error']:.3f} at "
                 f"{thin['ramp']:g}",
@@ -127,7 +127,7 @@ def judge(rows: list[Row]) -> list[Finding]:
 
 
 def _curves(rows: list[Row]) -> dict[str, list[Row]]:
-    """Rows with the usual ramp by what they approximate, grids ascending."""
+    """Rows with the default ramp by function, in the order of the grids."""
     curves: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["grid"]):
         if row["ramp"] == 1e-6:
@@ -179,7 +179,7 @@ def draw(rows: list[Row], figure: Any) -> None:
     curves = _curves(rows)
     first = [name for name, some in curves.items() if some[0]["target"] in LIPSCHITZ]
     others = [name for name in curves if name not in first]
-    # The left panel shows one function, else curves lie on each other.
+    # The left panel shows one function only; the curves of the others coincide.
     first = [name for name in first if name.startswith("wave")]
     for axis, names in ((left, first), (right, others)):
         for name, style in zip(names, STYLES, strict=False):
@@ -197,7 +197,7 @@ def draw(rows: list[Row], figure: Any) -> None:
                 axis.text(
                     some[-1]["grid"],
                     1.1 * floor,
-                    "distance to equivariance",
+                    "distance from symmetrisation",
                     color=GREY,
                     ha="right",
                 )
@@ -264,9 +264,9 @@ def _with_ramps(cases: list[dict[str, Any]], widths: tuple[float, ...]) -> list[
 
 EXPERIMENT = Experiment(
     name="approximate",
-    question="How does the error of the constructed approximator fall with the grid?",
-    refuted_if="the error of a Lipschitz function does not fall as 1/D, exceeds that of the grid "
-    "alone, or a function that is not equivariant is approximated without positions",
+    question="How does the error of the constructed approximator decrease with the grid?",
+    refuted_if="the error of a Lipschitz function does not decrease as 1/D or exceeds that of the "
+    "grid, or a function that is not equivariant is approximated without positions",
     cases={
         "tiny": _with_ramps(_cases(_TINY, 4000), (1e-1,)),
         "quick": _with_ramps(_cases(_QUICK, 10_000), (1e-1, 1e-2, 1e-4)),

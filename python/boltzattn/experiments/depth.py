@@ -1,9 +1,9 @@
-"""Is one layer of rank 1 as good as several layers, parameter for parameter?
+"""Is one layer of rank 1 as good as several layers with the same number of parameters?
 
-One layer suffices in principle. Whether training finds as good a fit as with depth, for the same
-number of parameters, is not covered by any theorem. Models here differ in the number of layers
-and in the rank of their one head a layer; the width of the token-wise networks makes up for what
-attention takes.
+One layer suffices in principle. No theorem says whether training finds as good a fit as with
+several layers and the same number of parameters. The models differ in the number of layers and in
+the rank of the head in each layer; the width of the token-wise networks makes their numbers of
+parameters equal.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any
 
 import numpy as np
 
+from boltzattn.experiments.comparison import draw_bars, model_cases
 from boltzattn.experiments.experiment import (
     Experiment,
     Finding,
     Row,
-    Table,
     all_below,
     mean_and_range,
     select,
     values,
 )
-from boltzattn.experiments.figure import BLUE, ORANGE
-from boltzattn.experiments.models import hidden_for, transformer
+from boltzattn.experiments.models import hidden_dim_for, transformer
 from boltzattn.experiments.tasks import learn_function, learn_labels, uniform
-from boltzattn.experiments.training import count_parameters
+from boltzattn.experiments.training import count_parameters, model_seeds
+from boltzattn.theory.presentation import BLUE, ORANGE, Table
 
 DIM, CLASSES = 8, 8
-# (layers, rank of the head); rank DIM is any bilinear form.
+# (layers, rank of the head); rank DIM is full rank.
 MODELS = {
     "1 layer, rank 1": (1, 1),
     "1 layer, rank 4": (1, 4),
@@ -44,13 +44,13 @@ def measure(
 ) -> list[Row]:
     layers, rank = MODELS[model]
     d, outputs = (8, CLASSES) if task == "labels" else (2, 2)
-    sizes: dict[str, Any] = {"dim": DIM, "in_dim": d, "out_dim": outputs, "rank": rank}
-    hidden = hidden_for(parameters, layers, **sizes)
+    sizes: dict[str, Any] = {"embed_dim": DIM, "in_dim": d, "out_dim": outputs, "rank": rank}
+    hidden = hidden_dim_for(parameters, layers, **sizes)
 
     def build(_: int) -> Any:
-        return transformer(layers, hidden=hidden, **sizes)
+        return transformer(layers, hidden_dim=hidden, **sizes)
 
-    numbers = [1000 * seed + i for i in range(seeds)]
+    numbers = model_seeds(seed, seeds)
     if task == "labels":
         rows = learn_labels(
             build,
@@ -74,7 +74,7 @@ def judge(rows: list[Row]) -> list[Finding]:
     sizes = values(rows, "true_parameters")
     findings = [
         Finding(
-            "models have the same number of parameters",
+            "the models have the same number of parameters",
             max(sizes) < 1.03 * min(sizes),
             f"{min(sizes)} to {max(sizes)}",
         )
@@ -84,16 +84,16 @@ def judge(rows: list[Row]) -> list[Finding]:
         ("function", "error", min, "one layer of rank 1 fits a function as well as any deeper"),
     ):
         found = {m: [r[name] for r in select(rows, task=task, model=m)] for m in MODELS}
-        flat = found["1 layer, rank 1"]
+        shallow = found["1 layer, rank 1"]
         deep = {m: numbers for m, numbers in found.items() if MODELS[m][0] > 1}
         best = better(deep, key=lambda m: float(np.mean(deep[m])))
-        # Clearly better: every seed of the deep model beats every seed of the flat one.
-        beaten = all_below(*((flat, deep[best]) if task == "labels" else (deep[best], flat)))
+        # Clearly better: every seed of the deep model beats every seed of the shallow one.
+        beaten = all_below(*((shallow, deep[best]) if task == "labels" else (deep[best], shallow)))
         findings.append(
             Finding(
                 f"{claim} model",
                 not beaten,
-                f"{name} {mean_and_range(flat)}, best deeper model ({best}) "
+                f"{name} {mean_and_range(shallow)}, best deeper model ({best}) "
                 f"{mean_and_range(deep[best])}",
             )
         )
@@ -131,41 +131,25 @@ def table(rows: list[Row]) -> Table:
 
 
 def draw(rows: list[Row], figure: Any) -> None:
-    left, right = figure.subplots(1, 2, sharey=True)
-    models = values(rows, "model")
-    for axis, task, name, factor, label in (
-        (left, "labels", "accuracy", 100, "random labels learned, %"),
-        (right, "function", "error", 1, "error / standard deviation of f"),
-    ):
-        for i, model in enumerate(models):
-            numbers = [factor * r[name] for r in select(rows, task=task, model=model)]
-            colour = BLUE if MODELS[model][0] == 1 else ORANGE
-            axis.barh(i, np.mean(numbers), 0.7, color=colour)
-            axis.plot(numbers, [i] * len(numbers), ".", color="black", markersize=5)
-        axis.set(xlabel=label)
-    left.set_yticks(range(len(models)), models)
-    left.invert_yaxis()
-    left.set_title("Memorizing (more is better)")
-    right.set_title("Regression (less is better)")
+    draw_bars(
+        figure,
+        rows,
+        {"labels": "Memorization (more is better)", "function": "Regression (less is better)"},
+        lambda model: BLUE if MODELS[model][0] == 1 else ORANGE,
+    )
 
 
-def _cases(parameters: int, count: int, steps: int, seeds: int) -> list[dict[str, Any]]:
-    shared = {"parameters": parameters, "count": count, "steps": steps, "seeds": seeds}
-    return [
-        {"task": task, "model": model, **shared}
-        for task in ("labels", "function")
-        for model in MODELS
-    ]
+_PAIRS = [(task, model) for task in ("labels", "function") for model in MODELS]
 
 
 EXPERIMENT = Experiment(
     name="depth",
     question="Is one trained layer of rank 1 as good as several layers with as many parameters?",
-    refuted_if="every seed of a deeper model does better than every seed of the flat one",
+    refuted_if="every seed of a deeper model does better than every seed of the shallow one",
     cases={
-        "tiny": _cases(2000, 8, 10, 2),
-        "quick": _cases(2000, 64, 500, 3),
-        "full": _cases(20_000, 1024, 5000, 5),
+        "tiny": model_cases(_PAIRS, parameters=2000, count=8, steps=10, seeds=2),
+        "quick": model_cases(_PAIRS, parameters=2000, count=64, steps=500, seeds=3),
+        "full": model_cases(_PAIRS, parameters=20_000, count=1024, steps=5000, seeds=5),
     },
     measure=measure,
     judge=judge,

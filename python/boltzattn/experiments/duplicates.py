@@ -1,9 +1,9 @@
-"""What do repeated and nearly repeated tokens do to memorization?
+"""How do repeated and nearly equal tokens affect memorization?
 
-The theorem asks for sequences without repeated tokens and for tokens eps apart. Attention sees a
-token that occurs twice with twice the weight, so that repetitions of equal length should not
-matter. Near duplicates must: the network behind attention has to resolve eps. And no attention
-without positions tells (x, y) from (x, x, y, y): all weights are equal in both.
+The theorem assumes sequences without repeated tokens, and tokens at least eps apart. A token that
+occurs twice has twice the weight in attention, so repetitions in sequences of equal length should
+not matter. Near duplicates should matter, because the network after attention has to resolve eps.
+No attention without positions distinguishes (x, y) from (x, x, y, y): the weights are the same.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from boltzattn.experiments.experiment import (
     Experiment,
     Finding,
     Row,
-    Table,
     mean_and_range,
     select,
     values,
 )
-from boltzattn.experiments.figure import BLUE, GREEN, GREY, ORANGE
 from boltzattn.experiments.models import transformer
-from boltzattn.experiments.training import build_all, train
+from boltzattn.experiments.training import build_all, model_seeds, train
 from boltzattn.theory import memorize
+from boltzattn.theory.presentation import BLUE, GREEN, GREY, ORANGE, Table
 from boltzattn.theory.separation import contexts
 
 N_TOKENS, VOCABULARY, D, CLASSES = 4, 12, 4, 4
-# Of labels that twin sequences share by chance, and half of the others: what is left when the
-# twins look alike.
+# The best accuracy without distinguishing twins: all labels that twins share by chance, and half of
+# the others.
 BLIND = 1 / CLASSES + (1 - 1 / CLASSES) / 2
 
 
 def repeating(rate: float, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Sequences `[count, n, d]` in which a token repeats an earlier one with probability `rate`,
-    and random labels `[count, n]` of token and context.
+    """Sequences `[count, n, d]` whose tokens repeat an earlier token with probability `rate`.
+
+    Also returns random labels `[count, n]`, a function of token and context.
     """
     rng = np.random.default_rng(seed)
     points = rng.standard_normal((VOCABULARY, D))
@@ -51,14 +51,14 @@ def repeating(rate: float, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def twins(distance: float, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Pairs of sequences that differ in one token, by `distance`; random labels as above."""
+    """Pairs of sequences that differ by `distance` in one token, with random labels."""
     rng = np.random.default_rng(seed)
     points = rng.standard_normal((VOCABULARY, D))
     step = rng.standard_normal((VOCABULARY, D))
     step *= distance / np.linalg.norm(step, axis=1, keepdims=True)
     tokens = np.stack([rng.permutation(VOCABULARY)[:N_TOKENS] for _ in range(count // 2)])
     twin = tokens.copy()
-    twin[:, 0] += VOCABULARY  # the second half of the vocabulary is the first, displaced
+    twin[:, 0] += VOCABULARY  # the second half of the vocabulary is the first one, shifted
     return _labelled(np.concatenate([tokens, twin]), np.concatenate([points, points + step]), rng)
 
 
@@ -74,7 +74,7 @@ def measure(part: str, at: float, count: int, seeds: int, steps: int, seed: int)
     if part == "lengths":
         return _measure_lengths(seeds, seed)
     draw = {"rate": repeating, "distance": twins}[part]
-    numbers = [1000 * seed + i for i in range(seeds)]
+    numbers = model_seeds(seed, seeds)
     tasks = [draw(at, count, number) for number in numbers]
     trained = _trained(tasks, numbers, steps)
     rows = []
@@ -83,7 +83,7 @@ def measure(part: str, at: float, count: int, seeds: int, steps: int, seed: int)
         for name, dtype in (("fp64", torch.float64), ("fp32", torch.float32)):
             try:
                 report = memorize(x, labels, dtype=dtype, seed=number).report
-            except ValueError:  # the gap drowns in rounding
+            except ValueError:  # the gap is below the noise
                 row[name], row[f"{name}_gap"] = 0.0, None
             else:
                 row[name], row[f"{name}_gap"] = report.accuracy, report.relative_gap
@@ -92,9 +92,9 @@ def measure(part: str, at: float, count: int, seeds: int, steps: int, seed: int)
 
 
 def _trained(tasks: list[tuple[Tensor, Tensor]], numbers: list[int], steps: int) -> list[float]:
-    """Share of labels that one rank-1 layer has learned, for each task."""
+    """The share of labels that one rank-1 layer learns, for each task."""
     models = build_all(
-        lambda _: transformer(1, 16, D, CLASSES, hidden=64, num_heads=1, rank=1), numbers
+        lambda _: transformer(1, 16, D, CLASSES, hidden_dim=64, num_heads=1, rank=1), numbers
     )
     x = torch.stack([x for x, _ in tasks]).float()
     labels = torch.stack([labels for _, labels in tasks])
@@ -111,7 +111,7 @@ def _trained(tasks: list[tuple[Tensor, Tensor]], numbers: list[int], steps: int)
 
 
 def _measure_lengths(seeds: int, seed: int) -> list[Row]:
-    """Largest relative difference of outputs at equal tokens, over random deep transformers."""
+    """Differences of the outputs of random transformers for sequences of different lengths."""
     rows = []
     for i in range(4 * seeds):
         number = 1000 * seed + i
@@ -154,14 +154,14 @@ def judge(rows: list[Row]) -> list[Finding]:
         Finding(
             "repeated tokens do not harm the construction",
             min(row["fp64"] for row in rates) == 1,
-            f"lowest {100 * min(row['fp64'] for row in rates):.4g}% of labels, up to a repetition "
+            f"lowest accuracy {100 * min(row['fp64'] for row in rates):.4g}%, up to a repetition "
             f"rate of {max(values(rates, 'at')):g}",
         )
     ]
     plain = _mean(select(rates, at=min(values(rates, "at"))), "trained")
     worst = min(_mean(select(rates, at=at), "trained") for at in values(rates, "at"))
     findings.append(
-        # Training scatters by a few per cent from seed to seed.
+        # Training varies by a few per cent from seed to seed.
         Finding(
             "repeated tokens do not harm training",
             worst > plain - 0.05,
@@ -173,24 +173,24 @@ def judge(rows: list[Row]) -> list[Finding]:
     finest = {name: _finest(near, name) for name in ("fp64", "fp32", "trained")}
     findings += [
         Finding(
-            "in fp64 the construction tells twins 1e-6 apart",
+            "in fp64 the construction distinguishes twins at a distance of 1e-6",
             any(at <= 1e-6 for at in resolved),
-            f"all labels down to a distance of {_show(finest['fp64'])}, in fp32 "
+            f"all labels down to a distance of {_show(finest['fp64'])}, in fp32 down to "
             f"{_show(finest['fp32'])}",
         ),
         Finding(
-            "a trained layer needs twins a thousand times further apart than the construction",
+            "a trained layer needs distances a thousand times larger than the construction",
             finest["trained"] is not None
             and finest["fp64"] is not None
             and finest["trained"] > 1e3 * finest["fp64"],
             f"99% of labels learned down to {_show(finest['trained'])}; "
             f"{100 * _mean(select(near, at=far), 'trained'):.3g}% at {far:g}, "
-            f"{100 * _mean(select(near, at=close), 'trained'):.3g}% at {close:g}, where "
-            f"{100 * BLIND:.3g}% needs no telling apart",
+            f"{100 * _mean(select(near, at=close), 'trained'):.3g}% at {close:g}; without "
+            f"distinguishing twins {100 * BLIND:.3g}% is possible",
         ),
         Finding(
             "(x, y) and (x, x, y, y) are the same to every softmax transformer without positions",
-            # A few roundings per layer.
+            # A few rounding errors per layer.
             max(row["proportional"] for row in lengths) < 1e-12
             and all(row["refused"] for row in lengths),
             f"outputs differ by {max(row['proportional'] for row in lengths):.1g} over "
@@ -200,14 +200,14 @@ def judge(rows: list[Row]) -> list[Finding]:
         Finding(
             "other sequences of different lengths are memorized",
             all(row["fp64"] == 1 for row in lengths),
-            f"lowest {100 * min(row['fp64'] for row in lengths):.4g}% of labels",
+            f"lowest accuracy {100 * min(row['fp64'] for row in lengths):.4g}%",
         ),
     ]
     return findings
 
 
 def _finest(near: list[Row], name: str) -> float | None:
-    """The smallest distance down to which (nearly) all labels come back, without a gap."""
+    """The smallest distance such that it and all larger ones give (nearly) all labels."""
     finest = None
     for at in sorted(values(near, "at"), reverse=True):
         if _mean(select(near, at=at), name) < (0.99 if name == "trained" else 1.0):
@@ -240,7 +240,7 @@ def table(rows: list[Row]) -> Table:
                     ),
                 )
             )
-    header = ("data", "gap / range", "fp64, % right", "fp32, % right", "trained, % right")
+    header = ("data", "gap / range", "fp64, % correct", "fp32, % correct", "trained, % correct")
     return header, lines
 
 
@@ -266,8 +266,8 @@ def draw(rows: list[Row], figure: Any) -> None:
             )
     left.set(
         xlabel="probability that a token repeats an earlier one",
-        ylabel="labels right, %",
-        title="Repeated tokens are harmless",
+        ylabel="correct labels, %",
+        title="Repeated tokens do no harm",
         ylim=(-4, 106),
     )
     left.legend(loc="lower left")
@@ -277,11 +277,11 @@ def draw(rows: list[Row], figure: Any) -> None:
     right.text(
         max(values(select(rows, part="distance"), "at")),
         100 * BLIND - 2,
-        "twins looking alike",
+        "twins not distinguished",
         color=GREY,
         va="top",
     )
-    right.set(xlabel="distance of near duplicates (tokens have norm 2)", title="Near ones are not")
+    right.set(xlabel="distance of near duplicates (tokens have norm 2)", title="Near duplicates do")
 
 
 def _cases(
@@ -297,8 +297,8 @@ def _cases(
 
 EXPERIMENT = Experiment(
     name="duplicates",
-    question="What do repeated and nearly repeated tokens do to memorization?",
-    refuted_if="repetition costs labels, proportional sequences are told apart, or the "
+    question="How do repeated and nearly equal tokens affect memorization?",
+    refuted_if="repetition costs labels, proportional sequences are distinguished, or the "
     "construction fails on twins that fp64 resolves",
     cases={
         "tiny": _cases((0.0, 0.5), (1.0, 1e-6), 8, 2, 20),

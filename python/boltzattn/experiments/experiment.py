@@ -1,4 +1,4 @@
-"""What an experiment is, and how one is run: cases, progress, seeds, findings, JSON."""
+"""What an experiment is and how it runs: cases, progress, seeds, findings, JSON."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from tqdm import tqdm
 
 from boltzattn._version import __version__
 from boltzattn.theory import EquivarianceWarning, ResolutionWarning
+from boltzattn.theory.presentation import Table
 
-# What went in and what was measured: names to numbers, strings, booleans or None.
+# The arguments of a case and what was measured: numbers, strings, booleans or None by name.
 Row = dict[str, Any]
-Table = tuple[Sequence[str], Iterable[Sequence[object]]]
 
-# "tiny" is for tests: seconds for all experiments together.
+# "tiny" is for tests and takes seconds for all experiments together.
 SIZES = ("tiny", "quick", "full")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim that measurements can contradict, and whether these do.
+    """A claim that measurements can refute, and whether they do.
 
     Attributes:
-        claim: what should be the case if the picture is right.
-        holds: whether it is, by the measurements.
-        evidence: the figures that decide.
+        claim: what should be true if the theory is right.
+        holds: whether the measurements agree.
+        evidence: the numbers that decide.
     """
 
     claim: str
@@ -46,17 +46,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A question, how to measure what answers it, and how to read the answer off the figures.
+    """A question, the measurements that answer it, and the rules that judge them.
 
     Attributes:
-        name: on the command line.
-        question: in a sentence.
-        refuted_if: what the measurements would have to show.
+        name: the name on the command line.
+        question: the question, in one sentence.
+        refuted_if: what would refute the expected answer.
         cases: for each size the arguments of `measure`, one dictionary per call.
-        measure: `measure(seed=.., **case)` returns rows; random numbers follow from the seed.
-        judge: the findings, from rows (and nothing else).
-        table: header and lines for the terminal, from rows.
-        draw: draws rows into an empty matplotlib figure.
+        measure: `measure(seed=.., **case)` returns rows; the seed determines all random numbers.
+        judge: computes the findings from the rows alone.
+        table: makes header and lines of a table from the rows.
+        draw: draws the rows into an empty matplotlib figure.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Result:
-    """All that a run of an experiment produced; the findings follow from the rows."""
+    """The result of a run; the findings follow from the rows."""
 
     name: str
     size: str
@@ -84,11 +84,11 @@ class Result:
     made_with: dict[str, str]
 
     def save(self, path: Path) -> None:
-        # allow_nan=False: NaN and infinity are no JSON; a measurement that has none says None.
+        # NaN and infinity are not JSON; a missing measurement is None.
         fields = asdict(self)
         rows = [json.dumps(row, allow_nan=False) for row in fields.pop("rows")]
         text = json.dumps(fields, indent=1, allow_nan=False).removesuffix("\n}")
-        # A row a line.
+        # One row per line.
         path.write_text(text + ',\n "rows": [\n' + ",\n".join(rows) + "\n ]\n}\n")
 
     @classmethod
@@ -105,14 +105,14 @@ def run(
     show: bool = False,
     save: Path | None = None,
 ) -> Result:
-    """Measure every case of `size` and judge; the same seed gives the same rows and findings.
+    """Measure and judge every case of `size`; the same seed gives the same rows and findings.
 
     Args:
         experiment: one of `boltzattn.experiments.EXPERIMENTS`.
         size: "tiny", "quick" or "full".
-        seed: of all random numbers.
-        show: a progress bar on stderr.
-        save: a JSON file, written after every case: what was measured survives what comes next.
+        seed: seed of all random numbers.
+        show: whether to show a progress bar on stderr.
+        save: a JSON file, written after every case, so that an error does not lose earlier rows.
 
     Example:
         >>> from boltzattn.experiments import EXPERIMENTS
@@ -145,10 +145,10 @@ def run(
         )
 
     for case in tqdm(experiment.cases[size], desc=experiment.name, disable=not show):
-        # Per case, so that a case gives the same rows alone and among others.
+        # For every case, so that a case gives the same rows alone and among others.
         torch.manual_seed(seed)
         with warnings.catch_warnings():
-            # What these warn of is what experiments measure.
+            # The experiments measure what these warnings are about.
             warnings.simplefilter("ignore", ResolutionWarning)
             warnings.simplefilter("ignore", EquivarianceWarning)
             rows += [{**case, **row} for row in experiment.measure(seed=seed, **case)]
@@ -161,7 +161,7 @@ def run(
 
 
 def select(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    """The rows that have these values.
+    """The rows with these values.
 
     Example:
         >>> select([{"n": 2, "gap": 0.5}, {"n": 3, "gap": 0.1}], n=3)
@@ -171,7 +171,7 @@ def select(rows: Iterable[Row], **wanted: Any) -> list[Row]:
 
 
 def values(rows: Iterable[Row], name: str) -> list[Any]:
-    """The different values of a column, in the order they appear."""
+    """The different values of a column, in order of appearance."""
     return list(dict.fromkeys(row[name] for row in rows if name in row))
 
 
@@ -186,7 +186,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def mean_and_range(numbers: Sequence[float], form: str = ".3g") -> str:
-    """Mean, and smallest and largest in brackets.
+    """The mean, with the smallest and the largest number in brackets.
 
     Example:
         >>> mean_and_range([1.0, 2.0, 3.0])
@@ -197,5 +197,5 @@ def mean_and_range(numbers: Sequence[float], form: str = ".3g") -> str:
 
 
 def all_below(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Whether every number of `first` is below every number of `second`: seeds that do not mix."""
+    """Whether every number of `first` is below every number of `second`."""
     return max(first) < min(second)

@@ -1,11 +1,11 @@
 """Can hardmax attention be trained to do what softmax attention does?
 
-The multiples (1, 2, 5, 6) and (1, 3, 4, 6) of a vector look alike to every hardmax attention layer
-at the tokens 1 and 6 they share, whatever the weights: attention picks the largest, the smallest,
-or the mean. Here layers learn which of the two sets a token is in, from fresh sets at every step.
-At the other tokens hardmax can tell (the largest token gives the unit), which shows that it is not
-the training that fails. The argument is about tokens on a line; a network in front of the
-attention bends it, so hardmax is also tried with one.
+Take the multiples (1, 2, 5, 6) and (1, 3, 4, 6) of a vector. At the shared tokens 1 and 6 every
+hardmax attention layer has the same output for both, for all weights, because it selects the
+largest token, the smallest token, or the mean. Here layers learn which of the two sets a token is
+in, from fresh sets in every step. At the other tokens hardmax can succeed, which shows that
+training works. The argument is about tokens on a line. A network before attention bends the line,
+so hardmax is also tried with one.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from boltzattn.experiments.experiment import (
     Experiment,
     Finding,
     Row,
-    Table,
     mean_and_range,
     select,
     values,
 )
-from boltzattn.experiments.figure import BLUE, GREY, ORANGE
-from boltzattn.experiments.training import build_all, train
+from boltzattn.experiments.training import build_all, model_seeds, train
 from boltzattn.nn import LowRankAttention, OneLayerTransformer
 from boltzattn.theory import hardmax, search_hardmax_weights
+from boltzattn.theory.presentation import BLUE, GREY, ORANGE, Table
 
 D, HEADS = 4, 4
 # Both in the order (shared, shared, own, own).
@@ -38,10 +37,9 @@ RATE = 3e-2
 
 
 class HardmaxAttention(LowRankAttention):
-    """`LowRankAttention` that attends to the largest score; trained straight through.
+    """`LowRankAttention` that attends to the largest score, with a straight-through gradient.
 
-    The weights are hardmax on the way forward, and softmax on the way back: hardmax itself has no
-    gradient.
+    The weights are hardmax in forward and softmax in backward, because hardmax has no gradient.
     """
 
     def forward(self, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -51,7 +49,7 @@ class HardmaxAttention(LowRankAttention):
         )
         scores = q @ k.transpose(-1, -2)
         soft = torch.softmax(scores, -1)
-        # Ties up to fp32 rounding, as in the theorem.
+        # Scores that are equal up to fp32 rounding are ties.
         weights = hardmax(scores.detach(), tolerance=1e-5) + soft - soft.detach()
         return self.out_proj((weights @ v).transpose(-2, -3).flatten(-2)), None
 
@@ -64,8 +62,8 @@ def build(kind: str, first_network: bool) -> OneLayerTransformer:
         num_heads=HEADS,
         rank=1,
         head_dim=1,
-        ff1_hidden=32 if first_network else 0,
-        ff2_hidden=64,
+        ff1_hidden_dim=32 if first_network else 0,
+        ff2_hidden_dim=64,
         method="direct",
     )
     if kind == "hardmax":
@@ -81,7 +79,7 @@ def build(kind: str, first_network: bool) -> OneLayerTransformer:
 
 
 def draw_sets(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """`[count, 4, D]` multiples of a fixed vector of random length, and the set's number `[count]`.
+    """Sets `[count, 4, D]` of multiples of a vector of random length, and their labels `[count]`.
 
     Example:
         >>> x, label = draw_sets(5, torch.Generator().manual_seed(0))
@@ -107,7 +105,7 @@ def measure(
             }
         ]
     generator = torch.Generator().manual_seed(seed)
-    numbers = [1000 * seed + i for i in range(seeds)]
+    numbers = model_seeds(seed, seeds)
     models = build_all(lambda _: build(kind, first_network), numbers)
 
     def batches(_: int) -> tuple[Tensor, Tensor]:
@@ -156,22 +154,23 @@ def judge(rows: list[Row]) -> list[Finding]:
         Finding(
             "trained hardmax attention guesses at the shared tokens",
             max(shares("hardmax", False, "shared")) < chance,
-            f"{show('hardmax', False)} right, at the other tokens {show('hardmax', False, 'own')}",
+            f"{show('hardmax', False)} correct, at the other tokens "
+            f"{show('hardmax', False, 'own')}",
         ),
         Finding(
             "trained mean pooling guesses at the shared tokens",
             max(shares("mean", False, "shared")) < chance,
-            f"{show('mean', False)} right",
+            f"{show('mean', False)} correct",
         ),
         Finding(
-            "trained softmax attention knows them",
+            "trained softmax attention distinguishes the shared tokens",
             min(shares("softmax", False, "shared")) > 0.95,
-            f"{show('softmax', False)} right",
+            f"{show('softmax', False)} correct",
         ),
         Finding(
-            "a network in front does not help hardmax",
+            "a network before attention does not help hardmax",
             max(bent) < chance,
-            f"{show('hardmax', True)} right; softmax {show('softmax', True)}, mean pooling "
+            f"{show('hardmax', True)} correct; softmax {show('softmax', True)}, mean pooling "
             f"{show('mean', True)}",
         ),
     ]
@@ -184,23 +183,23 @@ def table(rows: list[Row]) -> Table:
             some = select(rows, kind=kind, first_network=first)
             lines.append(
                 (
-                    kind + (", network in front" if first else ""),
+                    kind + (", network before" if first else ""),
                     mean_and_range([100 * row["shared"] for row in some]),
                     mean_and_range([100 * row["own"] for row in some]),
                 )
             )
-    return ("trained layer", "% right, shared tokens", "% right, other tokens"), lines
+    return ("trained layer", "% correct, shared tokens", "% correct, other tokens"), lines
 
 
 def draw(rows: list[Row], figure: Any) -> None:
     axis = figure.subplots()
     bars = [
-        (kind, first, kind + ("\nwith a network\nin front" if first else ""))
+        (kind, first, kind + ("\nafter a\nnetwork" if first else ""))
         for kind in ("softmax", "hardmax", "mean")
         for first in values(select(rows, kind=kind), "first_network")
     ]
     for shift, token, colour, label in (
-        (-0.2, "shared", BLUE, "tokens that both sets have"),
+        (-0.2, "shared", BLUE, "tokens in both sets"),
         (0.2, "own", ORANGE, "other tokens"),
     ):
         for i, (kind, first, _) in enumerate(bars):
@@ -212,10 +211,10 @@ def draw(rows: list[Row], figure: Any) -> None:
     axis.text(len(bars) - 0.55, 51, "guessing", color=GREY, va="bottom", ha="left")
     axis.set_xticks(range(len(bars)), [name for *_, name in bars])
     axis.set(
-        ylabel="sets recognised, %",
+        ylabel="correct sets, %",
         ylim=(0, 118),
         xlim=(-0.6, len(bars) - 0.05),
-        title="Trained to tell (1, 2, 5, 6)x from (1, 3, 4, 6)x; dots are seeds",
+        title="Trained to distinguish (1, 2, 5, 6)x and (1, 3, 4, 6)x; dots are seeds",
     )
     axis.legend(loc="upper right", ncols=2)
 

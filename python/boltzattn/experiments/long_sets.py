@@ -1,15 +1,15 @@
-"""What does linear time buy: can attention be trained on sets that full attention cannot hold?
+"""Can attention be trained on sets that are too long for full attention, and is it worth it?
 
-Every element of a set has a value a_i and an inverse temperature s_i, and is asked for the set's
-soft extremum at that temperature, `sum_j a_j softmax_j(s_i a_j)`: close to the minimum at s = -2,
-the mean at 0, close to the maximum at 2. Values have exponential tails and a scale drawn for every
-set, so that at |s| = 2 the answer hangs on the few largest of all elements: it takes the whole set.
+Every element of a set has a value a_i and an inverse temperature s_i. Its target is the soft
+extremum of the set at that temperature, `sum_j a_j softmax_j(s_i a_j)`: close to the minimum at
+s = -2, the mean at 0, close to the maximum at 2. Values have exponential tails and a random scale
+for every set, so at |s| = 2 the target depends on the few largest elements of the whole set.
 
-Compared are eight heads of rank 1 (the transform, linear time), full attention (quadratic), mean
-pooling (rank 1 with queries of 0), and full attention on a sample of the set, which is what one
-does when the set is too long. "Skill" is the share explained of what varies from set to set: 0
-for whoever gives the average answer at each temperature, 1 for the truth. In the quick run the
-largest sets go on from the model trained on smaller ones.
+The experiment compares eight heads of rank 1 (the transform, linear time), full attention
+(quadratic), mean pooling (rank 1 with zero queries), and full attention on a sample of the set, the
+usual remedy if a set is too long. "Skill" is the explained share of the variance between sets: 0
+for the average answer at each temperature, 1 for the truth. In the quick run the training on the
+largest sets starts from the model trained on smaller ones.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boltzattn.experiments.experiment import Experiment, Finding, Row, Table, select, slope, values
-from boltzattn.experiments.figure import STYLES
+from boltzattn.experiments.experiment import Experiment, Finding, Row, select, slope, values
 from boltzattn.nn import OneLayerTransformer
+from boltzattn.theory.presentation import STYLES, Table
 
-DIM = 4  # value, inverse temperature, and two empty coordinates to work in
-TEMPERATURES = torch.linspace(-2, 2, 9)  # few, so that targets can be had from plain torch
+DIM = 4  # value, inverse temperature, and two free coordinates
+TEMPERATURES = torch.linspace(-2, 2, 9)  # few, so that the targets are cheap
 SAMPLE = 1024
 RATE = 3e-2
-RATE_ON = 3e-3  # of a model that goes on with larger sets
-STEP_ELEMENTS = 1 << 12  # elements a step at least: several sets if they are small
+RATE_ON = 3e-3  # for continuing with larger sets
+STEP_ELEMENTS = 1 << 12  # elements per step at least: several sets if they are small
 TEST_SETS, LEAST_TEST_SETS, TEST_ELEMENTS = 24, 8, 1 << 22
 KINDS = {
     "rank 1": "8 heads of rank 1, transform",
@@ -40,7 +40,7 @@ KINDS = {
 
 
 def draw_set(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Elements `[size, DIM]`, answers `[size]`, and the answer at each of TEMPERATURES.
+    """Elements `[size, DIM]`, targets `[size]`, and the target at each of TEMPERATURES.
 
     Example:
         >>> x, answers, table = draw_set(100, torch.Generator().manual_seed(0))
@@ -58,16 +58,16 @@ def draw_set(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Ten
 
 
 def draw_sets(kind: str, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sets of one step, `[sets, elements, DIM]`, and answers `[sets, elements]`."""
+    """The sets of one step, `[sets, elements, DIM]`, and targets `[sets, elements]`."""
     count = max(1, STEP_ELEMENTS // size)
     sets, answers, _ = zip(*(draw_set(size, generator) for _ in range(count)), strict=True)
-    # Elements are in random order: the first are a sample.
+    # The elements are in random order, so the first ones are a sample.
     shown = SAMPLE if kind == "sample" else size
     return torch.stack(sets)[:, :shown], torch.stack(answers)[:, :shown]
 
 
 def build(kind: str) -> OneLayerTransformer:
-    """The paper's block; a few heads, because one that starts out badly learns nothing."""
+    """The paper's block, with several heads, because a head with a bad start learns nothing."""
     full = kind in ("full", "sample")
     model = OneLayerTransformer(
         DIM,
@@ -75,9 +75,9 @@ def build(kind: str) -> OneLayerTransformer:
         num_heads=2 if full else 8,
         rank=DIM if full else 1,
         head_dim=DIM if full else 1,
-        ff1_hidden=8,
-        ff2_hidden=16,
-        # Forward and backward of the other kinds are what "auto" takes, too, at these sizes.
+        ff1_hidden_dim=8,
+        ff2_hidden_dim=16,
+        # "auto" would choose the same at these sizes.
         method="direct" if full else "transform",
     )
     if kind == "mean":
@@ -89,10 +89,9 @@ def build(kind: str) -> OneLayerTransformer:
 def measure(
     kind: str, size: int, steps: int, trained: bool, then: list[list[int]], seed: int
 ) -> list[Row]:
-    """Train on fresh sets at every step; `trained=False` only times the steps.
+    """Train on fresh sets in every step; `trained=False` only times the steps.
 
-    `then`: (elements, steps) with which the same model goes on, a row for each: sets so large are
-    not learned from scratch in a few steps.
+    `then` lists (elements, steps) for continuing with the same model, a row for each.
     """
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
@@ -123,7 +122,7 @@ def _train(
     rate: float,
     generator: torch.Generator,
 ) -> float:
-    """Median of the seconds of a step, for one set if several share it."""
+    """Train; return the median seconds of a step, per set."""
     free = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(free, lr=rate, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -145,7 +144,7 @@ def _train(
 
 @torch.no_grad()
 def skill(model: OneLayerTransformer, kind: str, size: int, seed: int) -> float:
-    """1 - mean squared error / variance from set to set, on sets never seen."""
+    """1 - mean squared error / variance between sets, on unseen sets."""
     generator = torch.Generator().manual_seed(2**31 + seed)
     errors, answers = [], []
     for _ in range(max(LEAST_TEST_SETS, min(TEST_SETS, TEST_ELEMENTS // size))):
@@ -167,22 +166,24 @@ def judge(rows: list[Row]) -> list[Finding]:
     one, full, sample, mean = map(skills, ("rank 1", "full", "sample", "mean"))
     findings = [
         Finding(
-            "heads of rank 1 learn the task at every size",
+            "rank-1 heads learn the task at every size",
             min(one.values()) > 0.9,
             f"skill {show('rank 1')}",
         ),
         Finding(
-            "full attention does no better where it can be trained",
+            "full attention is not better at the sizes where it can be trained",
             all(full[size] < one[size] + 0.02 for size in full.keys() & one.keys()),
             f"skill {show('full')}",
         ),
         Finding(
-            f"full attention on {SAMPLE} of the elements falls behind as sets grow",
+            f"full attention on a sample of {SAMPLE} elements gets worse as sets grow",
             sample[max(sample)] < min(0.9, one[max(sample)] - 0.1),
             f"skill {show('sample')}",
         ),
         Finding(
-            "mean pooling does not learn it", max(mean.values()) < 0.5, f"skill {show('mean')}"
+            "mean pooling does not learn the task",
+            max(mean.values()) < 0.5,
+            f"skill {show('mean')}",
         ),
     ]
     times = {
@@ -192,9 +193,9 @@ def judge(rows: list[Row]) -> list[Finding]:
     exponents = {kind: slope(*zip(*some[-3:], strict=True)) for kind, some in times.items()}
     (largest, linear), (longest, quadratic) = times["rank 1"][-1], times["full"][-1]
     findings.append(
-        # Caches and the fixed cost of a step bend both lines a little.
+        # Caches and the overhead of a step change the exponents a little.
         Finding(
-            "a step takes linear time with rank 1, and quadratic time with full attention",
+            "a step takes linear time with rank 1 and quadratic time with full attention",
             exponents["rank 1"] < 1.25 and exponents["full"] > 1.5,
             f"exponents {exponents['rank 1']:.2f} and {exponents['full']:.2f}; {linear:.2g} s at "
             f"{largest:,} elements, {quadratic:.2g} s at {longest:,}",
@@ -245,8 +246,12 @@ def _cases(
     then: list[list[int]],
     timed: list[int],
 ) -> list[dict[str, Any]]:
-    """`sizes`: (elements, steps) to train; `then`: with which the last of rank 1 goes on; `timed`:
-    elements to time three steps of full attention at.
+    """The cases of one size.
+
+    Args:
+        sizes: (elements, steps) to train, for each kind.
+        then: (elements, steps) for continuing with the last model of rank 1.
+        timed: elements at which three steps of full attention are timed.
     """
     cases = [
         {"kind": kind, "size": size, "steps": steps, "trained": True, "then": []}
@@ -264,8 +269,8 @@ _K, _M = 1 << 10, 1 << 20
 
 EXPERIMENT = Experiment(
     name="long-sets",
-    question="Can attention of rank 1 be trained on sets too long for full attention, and does "
-    "that pay?",
+    question="Can rank-1 attention be trained on sets too long for full attention, and is it "
+    "worth it?",
     refuted_if="rank 1 does not learn the task at some size, or a sample of the set is enough",
     cases={
         "tiny": _cases(

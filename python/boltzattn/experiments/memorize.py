@@ -1,12 +1,12 @@
-"""How many labels does the construction memorize, and what do floats make of it?
+"""How many labels does the construction memorize, and in which arithmetic?
 
-Theorem and construction hold in real arithmetic. There every context id has a value of its own; in
-floats the closest two must also be told apart. If ids fall like random numbers, the closest of M
-are 1/M^2 of the range apart (the birthday problem), for whatever tokens.
+Theorem and construction hold in real arithmetic, where every context id has a different value. In
+floating point the closest two must also be distinguishable. If the ids are like random numbers, the
+closest two of M are about 1/M^2 of the range apart (the birthday problem), for all tokens.
 
-The hardest tokens tried come in pairs of sequences with equal extremes and equal power sums up to
-degree 3, so that only a temperature neither high nor low tells the two apart. The temperature of a
-query is its own projection: pairs spread along the line need one temperature, and get many.
+The hardest data are pairs of sequences with equal extremes and equal power sums up to degree 3, so
+that only an intermediate temperature distinguishes them. The temperature of a query is its own
+projection: pairs that are spread along the line need the same temperature, and get different ones.
 """
 
 from __future__ import annotations
@@ -21,34 +21,33 @@ from boltzattn.experiments.experiment import (
     Experiment,
     Finding,
     Row,
-    Table,
     mean_and_range,
     select,
     slope,
     values,
 )
-from boltzattn.experiments.figure import GREY, STYLES
 from boltzattn.theory import memorize, prouhet_pair, separation
 from boltzattn.theory.construction import evaluate
 from boltzattn.theory.memorization import random_task
+from boltzattn.theory.presentation import GREY, STYLES, Table
 from boltzattn.theory.separation import contexts
 
 FAMILIES = ("gaussian", "sphere", "integers", "prouhet", "prouhet-spread")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 CLASSES = 10
-# A network in bf16 is slow on a CPU, and long wrong by then.
+# Networks in bf16 are slow on a CPU, and wrong for fewer ids already.
 _BF16_IDS = 1500
 
 
 def draw_task(
     family: str, n: int, vocabulary: int, count: int, d: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Sequences fp64 `[count, n, d]` without repeated tokens, and random labels `[count, n]`.
+    """fp64 sequences `[count, n, d]` without repeated tokens, and random labels `[count, n]`.
 
-    Families: "gaussian" and "sphere" tokens in R^d; "integers" 1 .. vocabulary on a line, whose
-    sums collide; "prouhet", on a line too: images `a x + b` of one pair of 6 tokens with the same
-    extremes and the same power sums up to degree 3, b random between 0 and 20; "prouhet-spread":
-    the same with b = 0, 1, 2, .., so that more pairs take more of the line.
+    Families: "gaussian" and "sphere": tokens in R^d. "integers": 1 .. vocabulary on a line, whose
+    sums collide. "prouhet": images `a x + b` on a line of one pair of 6 tokens with the same
+    extremes and the same power sums up to degree 3, with b random between 0 and 20.
+    "prouhet-spread": the same with b = 0, 1, 2, .., so that more pairs cover more of the line.
 
     Example:
         >>> draw_task("prouhet", 6, 20, 12, 1, seed=0)[0].shape
@@ -83,7 +82,7 @@ def measure(family: str, n: int, vocabulary: int, count: int, d: int, seed: int)
     try:
         model = memorize(x, labels, seed=seed)
         report = model.report
-    except ValueError:  # fp64 does not resolve the ids; the message is for people
+    except ValueError:  # fp64 does not resolve the ids
         return [{"ids": None, "relative_gap": 0.0, "max_error": None, "fp64": 0.0}]
     row: Row = {
         "ids": report.ids,
@@ -116,8 +115,8 @@ def judge(rows: list[Row]) -> list[Finding]:
     for family in values(built, "family"):
         some = select(built, family=family)
         exponent = slope([row["ids"] for row in some], [row["relative_gap"] for row in some])
-        # Gaps of single data sets scatter by a factor of 3 around the law, and sizes span a factor
-        # of 30 or more: 2 log(3) / log(30) = 0.65 at worst, half of it with a few seeds.
+        # The gap of a data set varies by a factor of 3 around the law, and the sizes span a factor
+        # of 30 or more: at worst 2 log(3) / log(30) = 0.65, and half of it with a few seeds.
         findings.append(
             Finding(
                 f"gaps follow ids^-2 for {family}",
@@ -128,18 +127,18 @@ def judge(rows: list[Row]) -> list[Finding]:
     coarse = [row for row in built if row["relative_gap"] > 2.0**-15]
     findings.append(
         Finding(
-            "the same weights in fp32 are right while gaps exceed 2^-15 of the range",
+            "the same weights in fp32 are correct if gaps exceed 2^-15 of the range",
             all(row["fp32"] == 1 for row in coarse),
-            f"lowest {100 * min((row['fp32'] for row in coarse), default=1):.4g}% of labels; "
-            f"below that gap {100 * _lowest(built, coarse):.3g}%",
+            f"lowest accuracy {100 * min((row['fp32'] for row in coarse), default=1):.4g}%; "
+            f"for smaller gaps down to {100 * _lowest(built, coarse):.3g}%",
         )
     )
     bf16 = [row["bf16"] for row in built if "bf16" in row]
     findings.append(
         Finding(
-            "bf16 reproduces no data set at all",
+            "bf16 reproduces no data set",
             max(bf16) < 1,
-            f"best {100 * max(bf16):.3g}% of labels, guessing gives {100 / CLASSES:.0f}%",
+            f"highest accuracy {100 * max(bf16):.3g}%; guessing gives {100 / CLASSES:.0f}%",
         )
     )
     return findings
@@ -167,7 +166,7 @@ def table(rows: list[Row]) -> Table:
                     ),
                 )
             )
-    return ("data", "ids", "gap / range", *(f"{name}, % right" for name in DTYPES)), lines
+    return ("data", "ids", "gap / range", *(f"{name}, % correct" for name in DTYPES)), lines
 
 
 def draw(rows: list[Row], figure: Any) -> None:
@@ -181,7 +180,7 @@ def draw(rows: list[Row], figure: Any) -> None:
         right.semilogx(ids, [100 * row["fp32"] for row in some], **style)
     m = np.array(sorted(row["ids"] for row in rows))
     left.loglog(m, 5.0 / m**2, "--", color=GREY, label="5 / ids$^2$")
-    left.set(xlabel="context ids", ylabel="smallest gap / range", title="Room between ids")
+    left.set(xlabel="context ids", ylabel="smallest gap / range", title="Gaps between ids")
     left.legend()
     bf16 = [row for row in rows if "bf16" in row]
     right.semilogx(
@@ -193,7 +192,7 @@ def draw(rows: list[Row], figure: Any) -> None:
     right.text(m[-1] ** 0.5 * m[0] ** 0.5, 22, "bf16", color=GREY, ha="center")
     right.set(
         xlabel="context ids",
-        ylabel="labels right, %",
+        ylabel="correct labels, %",
         title="The same weights, rounded",
         ylim=(-3, 112),
     )
@@ -225,7 +224,7 @@ _SMALL = [(3, 6, 20, 4), (3, 10, 50, 4), (4, 12, 100, 8), (6, 20, 200, 16)]
 EXPERIMENT = Experiment(
     name="memorize",
     question="How many labels does the constructed layer memorize, and in which arithmetic?",
-    refuted_if="a data set of any family is not reproduced in fp64, or gaps do not fall as ids^-2",
+    refuted_if="fp64 does not reproduce some data set, or gaps do not follow ids^-2",
     cases={
         "tiny": _cases(_SMALL[:3], 1),
         "quick": _cases([*_SMALL, (8, 30, 300, 16), (8, 40, 600, 16)], 3),

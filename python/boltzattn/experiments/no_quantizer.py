@@ -1,19 +1,20 @@
-"""Is the network in front of attention, which rounds tokens to a grid, needed?
+"""Is the network before attention, which rounds tokens to a grid, necessary?
 
-Without it a token sees of the others only what attention adds: one number per head and value
-coordinate. On a continuum, m numbers cannot identify n - 1 other tokens if m < n - 1, since a
-continuous map to a lower dimension is not one to one. Then sets with equal numbers and different f
-remain and no network behind attention helps: the error has a floor, (E Var(f | numbers))^(1/2).
+Without it a token learns about the others only what attention adds: one number per head and value
+coordinate. On a continuum, m numbers cannot identify n - 1 other tokens if m < n - 1, because a
+continuous map to a lower dimension is not one to one. Then some sets have equal numbers and
+different f, and no network after attention helps. The error has a floor,
+(E Var(f | numbers))^(1/2).
 
-The floor is measured here without any network: half the mean square difference of f between
-nearest neighbours, as the sample grows. Tokens are on a line, and the numbers are
+The floor is measured without any network: it is half the mean square difference of f between
+nearest neighbours, for growing samples. Tokens are on a line, and the numbers are
 
-    "scalar":        one; the head adds it to the token itself, as in the paper with d = 1;
-    "temperatures":  of m heads of rank 1 on the tokens as they are, each in its own coordinate;
-    "powers":        means of x, .., x^m: one head with m values behind a smooth network, the same
-                     for all f.
+    "scalar":        one number, which the head adds to the token, as in the paper with d = 1;
+    "temperatures":  the outputs of m heads of rank 1 on the tokens, each in its own coordinate;
+    "powers":        means of x, .., x^m: one head with m values after a smooth network that is the
+                     same for all f.
 
-Then the block is trained, without a network in front and with one (which may be smooth).
+Then the block is trained, without a network before attention and with one (which may be smooth).
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from boltzattn.experiments.experiment import (
     Experiment,
     Finding,
     Row,
-    Table,
     mean_and_range,
     select,
     values,
 )
-from boltzattn.experiments.figure import BLUE, GREEN, GREY, ORANGE, STYLES
 from boltzattn.experiments.tasks import learn_function
+from boltzattn.experiments.training import model_seeds
 from boltzattn.nn import OneLayerTransformer
+from boltzattn.theory.presentation import BLUE, GREEN, GREY, ORANGE, STYLES, Table
 
 BETAS = (0.0, 1.0, -1.0, 3.0, -3.0, 9.0, -9.0, 27.0)
-# A share of the standard deviation of f; below it counts as no floor. The estimate extrapolates to
-# an infinite sample and scatters by some hundredths.
+# A smaller share of the standard deviation of f counts as no floor. The estimate extrapolates to
+# an infinite sample and varies by a few hundredths.
 NO_FLOOR = 0.05
-DIM = 6  # room for the token, up to three numbers, and the result
+DIM = 6  # for the token, up to three numbers, and the result
 
 
 def f(x: Tensor) -> Tensor:
-    """`f_k = x_k mean(cos(2 pi x))`, which hangs on all the other tokens; `[.., n, 1]`."""
+    """`f_k = x_k mean(cos(2 pi x))`, which depends on all other tokens; `[.., n, 1]`."""
     return x * torch.cos(2 * math.pi * x).mean(-2, True)
 
 
@@ -60,7 +61,7 @@ def pooled(x: Tensor, beta: float) -> Tensor:
 
 
 def numbers(x: Tensor, variant: str, choice: tuple[float, ...]) -> np.ndarray:
-    """What the network behind attention sees at the first token, `[sets, 1 or 1 + m]`."""
+    """The input of the network after attention at the first token, `[sets, 1 or 1 + m]`."""
     token = x[:, 0, 0]
     if variant == "scalar":
         beta, size = choice
@@ -84,7 +85,7 @@ def unexplained(seen: np.ndarray, wanted: np.ndarray) -> float:
     """
     from scipy.spatial import cKDTree
 
-    # In equally spread directions: the network behind is free to stretch any.
+    # With equal variance in all directions, because the network can scale any of them.
     u, s, _ = np.linalg.svd(seen - seen.mean(0), full_matrices=False)
     u = u[:, s > 1e-12 * s[0]]
     _, neighbour = cKDTree(u).query(u, k=2)
@@ -112,7 +113,7 @@ def _measure_floor(seed: int, variant: str, n: int, m: int, samples: list[int]) 
     for i, count in enumerate(samples):
         x, wanted = draw(count, i + 1)
         shares.append(unexplained(numbers(x, variant, best), wanted))
-    # Neighbours in k dimensions are count^(-1/k) apart; f^2 differs by the square of that.
+    # Neighbours in k dimensions are count^(-1/k) apart; squared differences of f follow its square.
     dimension = 1 if variant == "scalar" else min(n, 1 + m)
     decay = np.array(samples) ** (-2 / dimension)
     _, intercept = np.polyfit(decay, shares, 1)
@@ -126,15 +127,15 @@ def _measure_floor(seed: int, variant: str, n: int, m: int, samples: list[int]) 
 
 
 def build(first_network: bool, heads: int, hidden: int) -> nn.Module:
-    """Paper's block on tokens padded with zeros; with a network in front all values are free."""
+    """The paper's block on padded tokens; after a network, attention has three values."""
     return OneLayerTransformer(
         DIM,
         form="paper",
         num_heads=heads,
         rank=1,
         head_dim=3 if first_network else 1,
-        ff1_hidden=32 if first_network else 0,
-        ff2_hidden=hidden,
+        ff1_hidden_dim=32 if first_network else 0,
+        ff2_hidden_dim=hidden,
         method="direct",
     )
 
@@ -148,7 +149,7 @@ def _measure_trained(
 
     return learn_function(
         lambda _: build(first_network, heads, hidden),
-        [1000 * seed + i for i in range(seeds)],
+        model_seeds(seed, seeds),
         draw=draw,
         batch=128,
         steps=steps,
@@ -160,7 +161,7 @@ def judge(rows: list[Row]) -> list[Finding]:
     scalar = select(floors, variant="scalar")
     findings = [
         Finding(
-            "added to a token on a line, one number leaves a floor for every n >= 2",
+            "one number added to a token on a line leaves a floor for every n >= 2",
             min(row["floor"] for row in scalar) > NO_FLOOR,
             _show(scalar),
         )
@@ -169,12 +170,12 @@ def judge(rows: list[Row]) -> list[Finding]:
         (
             "temperatures",
             "fewer than n - 1 heads of rank 1 leave a floor",
-            "n - 1 heads of rank 1 at n - 1 temperatures leave none, without any network in front",
+            "n - 1 heads of rank 1 at n - 1 temperatures leave no floor, without a network before",
         ),
         (
             "powers",
-            "fewer than n - 1 values of one head leave a floor, behind a network chosen before f",
-            "n - 1 values of one head leave none behind a smooth network: rounding is not needed",
+            "fewer than n - 1 values of one head leave a floor, after a network chosen before f",
+            "n - 1 values of one head leave no floor after a smooth network, without rounding",
         ),
     ):
         some = select(floors, variant=variant)
@@ -192,14 +193,14 @@ def judge(rows: list[Row]) -> list[Finding]:
     one = select(trained, first_network=False, heads=1)
     (wall,) = select(floors, variant="temperatures", n=n, m=1)
     findings += [
-        # Test sets are finite and the floor is an estimate: 10% of room.
+        # The test set is finite and the floor is an estimate, hence the 10%.
         Finding(
-            f"trained with one head and nothing in front, no width gets below the floor (n = {n})",
+            f"trained with one head and no network before, no width gets below the floor (n = {n})",
             min(row["error"] for row in one) > 0.9 * wall["floor"],
             f"errors {_by_width(one)}; floor {wall['floor']:.3f}",
         ),
         Finding(
-            f"trained with a network in front and three values, it does (n = {n})",
+            f"trained with a network before and three values, the block gets below it (n = {n})",
             max(_last(select(trained, first_network=True))) < wall["floor"],
             f"errors {_by_width(select(trained, first_network=True))}",
         ),
@@ -238,7 +239,7 @@ def table(rows: list[Row]) -> Table:
             for hidden in values(trained, "hidden"):
                 some = select(trained, first_network=first, heads=heads, hidden=hidden)
                 name = f"trained, {heads} head(s), {hidden} neurons"
-                name += ", network in front" if first else ""
+                name += ", network before" if first else ""
                 lines.append((name, "", mean_and_range([row["error"] for row in some], ".3f")))
     return ("case", "between neighbours, growing sample", "error / deviation of f"), lines
 
@@ -255,8 +256,8 @@ def draw(rows: list[Row], figure: Any) -> None:
     colours = {"scalar": GREY, "temperatures": BLUE, "powers": ORANGE}
     labels = {
         "scalar": "one head, added to the token (paper, d = 1)",
-        "temperatures": "heads of rank 1, nothing in front",
-        "powers": "one head, values behind a smooth network",
+        "temperatures": "heads of rank 1, no network before",
+        "powers": "one head, values after a smooth network",
     }
     for i, (variant, m) in enumerate(kinds):
         for j, n in enumerate(lengths):
@@ -273,20 +274,20 @@ def draw(rows: list[Row], figure: Any) -> None:
                 )
                 left.text(place, height * 1.06, str(m), ha="center", fontsize=8)
     left.axhline(NO_FLOOR, color=GREY, linewidth=1, linestyle="--")
-    left.text(-0.28, NO_FLOOR * 1.1, "counts as none", color=GREY, fontsize=8)
+    left.text(-0.28, NO_FLOOR * 1.1, "no floor below", color=GREY, fontsize=8)
     left.set_yscale("log")
     left.set_xticks(range(len(lengths)), [f"n = {n}" for n in lengths])
     left.set(
         ylabel="error / standard deviation of f",
-        title="Floor, by how many numbers are seen (on the bars)",
+        title="Floor, with m numbers from attention (m on the bars)",
         ylim=(1.5e-3, 40),
     )
     left.legend(loc="upper left")
     trained = select(rows, part="trained")
     curves = [
-        (False, heads, f"{heads} head{'s' if heads > 1 else ''}, nothing in front")
+        (False, heads, f"{heads} head{'s' if heads > 1 else ''}, no network before")
         for heads in values(select(trained, first_network=False), "heads")
-    ] + [(True, 1, "1 head, network in front")]
+    ] + [(True, 1, "1 head, network before")]
     for (first, heads, label), style in zip(curves, STYLES, strict=False):
         some = select(trained, first_network=first, heads=heads)
         widths = values(some, "hidden")
@@ -304,7 +305,7 @@ def draw(rows: list[Row], figure: Any) -> None:
     )
     right.set_xticks(values(trained, "hidden"), values(trained, "hidden"))
     right.set_xticks([], minor=True)
-    right.set(xlabel="neurons behind attention", title=f"Trained, n = {n}")
+    right.set(xlabel="neurons after attention", title=f"Trained, n = {n}")
     right.legend(loc="upper right")
 
 
@@ -336,8 +337,8 @@ def _cases(
 
 EXPERIMENT = Experiment(
     name="no-quantizer",
-    question="Is rounding the tokens to a grid in front of attention needed?",
-    refuted_if="fewer numbers than other tokens leave no floor, or as many leave one",
+    question="Is it necessary to round the tokens to a grid before attention?",
+    refuted_if="fewer than n - 1 numbers leave no floor, or n - 1 numbers leave one",
     cases={
         "tiny": _cases((2, 3), [1000, 2000, 4000], (16, 32), 30, 2),
         "quick": _cases((2, 3, 4), [4000, 8000, 16_000, 32_000], (16, 64, 256), 500, 3),

@@ -1,40 +1,39 @@
-"""Which rank does attention need: of its scores, of its values, and over how many heads?
+"""Which rank do the scores and the values need, and how many heads?
 
-The theorem needs rank 1 throughout: queries, keys and values all read the token along one vector.
-Here the ranks are varied and all else is trained, at equal parameters: on random labels, and on
-imitating an attention layer whose scores have full rank (or rank 1, for comparison). Then the
-same rank is spent on few wide heads or many of rank 1. Last, attention is not trained at all: with
-the vector that the construction chooses, or a random one, only the network behind it learns.
+The theorem needs rank 1 only: queries, keys and values all project the token onto one vector. Here
+the ranks vary at an equal number of parameters, and the models are trained on random labels, or to
+imitate an attention layer whose scores have full rank (or rank 1, for comparison). Then the same
+total rank is divided into few wide heads or many heads of rank 1. Finally, attention is fixed, with
+the vector of the construction or a random one, and only the network after it is trained.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from boltzattn.experiments.comparison import draw_bars, model_cases
 from boltzattn.experiments.experiment import (
     Experiment,
     Finding,
     Row,
-    Table,
     all_below,
     mean_and_range,
     select,
     values,
 )
-from boltzattn.experiments.figure import BLUE, GREEN, GREY, ORANGE
 from boltzattn.experiments.tasks import Draw, learn_function, learn_labels
-from boltzattn.experiments.training import count_parameters
+from boltzattn.experiments.training import count_parameters, model_seeds
 from boltzattn.nn import FeedForward, OneLayerTransformer
 from boltzattn.theory import construct_attention
 from boltzattn.theory.memorization import random_task
+from boltzattn.theory.presentation import BLUE, GREEN, ORANGE, Table
 
-D, N_TOKENS, VOCABULARY = 8, 6, 24  # as many classes as coordinates: the output is the logits
-# name: heads, rank of the scores, width of the values; all a head
+D, N_TOKENS, VOCABULARY = 8, 6, 24  # D is also the number of classes: the output is the logits
+# name: number of heads, rank of the scores and width of the values of a head
 TRAINED = {
     **{f"scores {r}, values {D}": (1, r, D) for r in (1, 2, 4, D)},
     **{f"scores {r}, values {r}": (1, r, r) for r in (1, 2, 4)},
@@ -44,9 +43,9 @@ ALONE = ("tied vector", "constructed vector", "random vector")
 
 
 class TiedAttention(nn.Module):
-    """The theorem's attention with all of it trained: `z + o sum_k P_k softmax_k(b P_q P_k)`.
+    """The theorem's attention, with trained parameters: `z + o sum_k P_k softmax_k(b P_q P_k)`.
 
-    `P = z . v`: one vector reads queries, keys and values.
+    `P = z . v`: queries, keys and values are projections onto the same vector.
     """
 
     def __init__(self, dim: int) -> None:
@@ -62,10 +61,10 @@ class TiedAttention(nn.Module):
 
 
 def build(model: str, parameters: int, count: int, seed: int) -> nn.Module:
-    """Attention, and behind it a network so wide that there are about `parameters` numbers in all.
+    """Attention, followed by a network that brings the total to about `parameters`.
 
-    Attention that is not trained counts. There is no network in front: it would change the rank
-    that attention sees.
+    Attention counts even if it is not trained. There is no network before attention, because it
+    would change the rank.
     """
     attention = _attention(model, count, seed)
     hidden = round((parameters - count_parameters(attention) - D) / (2 * D + 1))
@@ -81,12 +80,11 @@ def _attention(model: str, count: int, seed: int) -> nn.Module:
             num_heads=heads,
             rank=rank,
             head_dim=width,
-            ff1_hidden=0,
-            ff2_hidden=0,
+            ff1_hidden_dim=0,
+            ff2_hidden_dim=0,
             method="direct",
         )
-        # The paper has no scale, and training would change it; but scores of every rank are to
-        # start out with the same spread.
+        # The paper has no scale, but scores of every rank should start with the same variance.
         layer.attention.scale = rank**-0.5
         return layer
     if model == "tied vector":
@@ -110,10 +108,10 @@ def _sequences(count: int, seed: int) -> Tensor:
 
 
 def teacher(rank: int, seed: int) -> Draw:
-    """What an attention layer adds whose scores `x_q . A x_k` have this rank, for normal tokens.
+    """The output of an attention layer whose scores `x_q . A x_k` have this rank.
 
-    A has `rank` singular values, all equal, and a size that gives scores a standard deviation
-    of 2 whatever the rank.
+    Tokens are normal. A has `rank` equal singular values, scaled so that the scores have a standard
+    deviation of 2 for every rank.
     """
     basis = torch.randn(2, D, D, generator=torch.Generator().manual_seed(seed))
     left, right = torch.linalg.qr(basis).Q[:, :, :rank]
@@ -129,7 +127,7 @@ def teacher(rank: int, seed: int) -> Draw:
 def measure(
     task: str, model: str, parameters: int, count: int, steps: int, seeds: int, seed: int
 ) -> list[Row]:
-    numbers = [1000 * seed + i for i in range(seeds)]
+    numbers = model_seeds(seed, seeds)
 
     def make(number: int) -> nn.Module:
         return build(model, parameters, count, number)
@@ -164,24 +162,24 @@ def judge(rows: list[Row]) -> list[Finding]:
 
     heads = f"{D} heads of 1"
     return [
-        # "Worse": every seed is worse than every seed of the other.
+        # Worse means that every seed is worse than every seed of the other model.
         Finding(
-            "rank 1 scores memorize as many labels as full rank",
+            "rank-1 scores memorize as many labels as full-rank scores",
             not all_below(found("labels", one), found("labels", full)),
             f"accuracy {against('labels', one, full)}",
         ),
         Finding(
-            "rank 1 values memorize as many labels as full ones",
+            "rank-1 values memorize as many labels as full-rank values",
             not all_below(found("labels", "scores 1, values 1"), found("labels", one)),
             f"accuracy {against('labels', 'scores 1, values 1', one)}",
         ),
         Finding(
-            "rank 1 scores imitate attention of rank 1 as well as full rank",
+            "rank-1 scores imitate rank-1 attention as well as full-rank scores",
             not all_below(found(easy, full), found(easy, one)),
             f"error {against(easy, one, full)}",
         ),
         Finding(
-            "rank 1 scores imitate attention of full rank as well as full rank",
+            "rank-1 scores imitate full-rank attention as well as full-rank scores",
             not all_below(found(hard, full), found(hard, one)),
             f"error {against(hard, one, full)}",
         ),
@@ -191,12 +189,12 @@ def judge(rows: list[Row]) -> list[Finding]:
             f"accuracy {against('labels', heads, full)}",
         ),
         Finding(
-            f"{D} heads of rank 1 imitate attention of full rank as well as one head of rank {D}",
+            f"{D} heads of rank 1 imitate full-rank attention as well as one head of rank {D}",
             not all_below(found(hard, full), found(hard, heads)),
             f"error {against(hard, heads, full)}",
         ),
         Finding(
-            "with the constructed vector training the network alone learns as much as training all",
+            "with the constructed vector, training only the network learns as much as training all",
             not all_below(
                 found("labels", "constructed vector"), found("labels", "scores 1, values 1")
             ),
@@ -227,35 +225,23 @@ def table(rows: list[Row]) -> Table:
 
 
 def draw(rows: list[Row], figure: Any) -> None:
-    left, right = figure.subplots(1, 2, sharey=True)
-    models = values(rows, "model")
-    for axis, task, name, factor, label in (
-        (left, "labels", "accuracy", 100, "random labels learned, %"),
-        (right, f"imitate rank {D}", "error", 1, "error / standard deviation"),
-    ):
-        for i, model in enumerate(models):
-            numbers = [factor * r[name] for r in select(rows, task=task, model=model)]
-            colour = GREEN if "heads" in model else BLUE if model in TRAINED else ORANGE
-            if numbers:
-                axis.barh(i, np.mean(numbers), 0.7, color=colour)
-                axis.plot(numbers, [i] * len(numbers), ".", color="black", markersize=4)
-            else:
-                axis.text(0, i, " not defined", color=GREY, va="center")
-        axis.set(xlabel=label)
-    left.set_yticks(range(len(models)), models, fontsize=9)
-    left.invert_yaxis()
-    left.set_title("Memorizing (more is better)")
-    right.set_title(f"Imitating attention of rank {D} (less is better)")
+    draw_bars(
+        figure,
+        rows,
+        {
+            "labels": "Memorization (more is better)",
+            f"imitate rank {D}": f"Imitating attention of rank {D} (less is better)",
+        },
+        lambda model: GREEN if "heads" in model else BLUE if model in TRAINED else ORANGE,
+    )
 
 
-def _cases(parameters: int, count: int, steps: int, seeds: int) -> list[dict[str, Any]]:
-    shared = {"parameters": parameters, "count": count, "steps": steps, "seeds": seeds}
-    hard, easy = f"imitate rank {D}", "imitate rank 1"
-    pairs = [("labels", model) for model in (*TRAINED, *ALONE)]
+_PAIRS = [
+    *(("labels", model) for model in (*TRAINED, *ALONE)),
     # The construction is for finitely many sequences, not for a function.
-    pairs += [(hard, model) for model in (*TRAINED, *ALONE) if model != "constructed vector"]
-    pairs += [(easy, f"scores {r}, values {D}") for r in (1, D)]
-    return [{"task": task, "model": model, **shared} for task, model in pairs]
+    *((f"imitate rank {D}", m) for m in (*TRAINED, *ALONE) if m != "constructed vector"),
+    *(("imitate rank 1", f"scores {r}, values {D}") for r in (1, D)),
+]
 
 
 EXPERIMENT = Experiment(
@@ -263,9 +249,9 @@ EXPERIMENT = Experiment(
     question="Which rank do trained scores and values need, and are many heads of rank 1 as good?",
     refuted_if="every seed of rank 1 does worse than every seed of full rank, at equal parameters",
     cases={
-        "tiny": _cases(1500, 8, 10, 2),
-        "quick": _cases(1500, 64, 400, 3),
-        "full": _cases(10_000, 512, 5000, 5),
+        "tiny": model_cases(_PAIRS, parameters=1500, count=8, steps=10, seeds=2),
+        "quick": model_cases(_PAIRS, parameters=1500, count=64, steps=400, seeds=3),
+        "full": model_cases(_PAIRS, parameters=10_000, count=512, steps=5000, seeds=5),
     },
     measure=measure,
     judge=judge,

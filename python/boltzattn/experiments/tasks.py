@@ -15,12 +15,12 @@ from boltzattn.theory.memorization import random_task
 
 TEST_SETS = 2000
 
-# Of a number of sets and a generator: inputs `[sets, n, d]` and targets `[sets, n, k]`.
+# From a number of sets and a generator to inputs `[sets, n, d]` and targets `[sets, n, k]`.
 Draw = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
 
 def uniform(target: str, n: int, d: int) -> Draw:
-    """One of `boltzattn.theory.TARGETS` at uniform points of the unit cube.
+    """One of `boltzattn.theory.TARGETS` at uniformly random points of the unit cube.
 
     Example:
         >>> x, y = uniform("wave", n=3, d=2)(5, torch.Generator())
@@ -47,10 +47,10 @@ def learn_labels(
     steps: int,
     rate: float = 1e-2,
 ) -> list[Row]:
-    """Train a model from each seed on random labels of its own (`random_task`).
+    """Train one model per seed, each on its own random labels (`random_task`).
 
-    Returns rows with the share of labels learned, `accuracy`, and `steps_to_99`, the first step
-    at which 99% of the probability is on the labels (None if there is no such step).
+    Returns rows with `accuracy`, the share of labels learned, and `steps_to_99`, the first step
+    at which the labels have 99% of the probability (None if there is no such step).
     """
     data = [random_task(n, vocabulary, count, d, classes, number) for number in numbers]
     x = torch.stack([x for x, _ in data]).float()
@@ -86,10 +86,10 @@ def learn_function(
     steps: int,
     rate: float = 1e-2,
 ) -> list[Row]:
-    """Train a model from each seed on `draw(sets, generator)`, fresh sets at every step.
+    """Train one model per seed on `draw(sets, generator)`, with fresh sets in every step.
 
-    Returns rows with `error`, the root mean square error on unseen sets over the standard
-    deviation of the target: 1 for whoever knows its mean only.
+    Returns rows with `error`, the root mean square error on unseen sets divided by the standard
+    deviation of the target: 1 for a model that predicts the mean.
     """
     generator = torch.Generator().manual_seed(numbers[0])
     models = build_all(build, numbers)
@@ -102,7 +102,7 @@ def learn_function(
         return F.mse_loss(out[..., : wanted.shape[-1]], wanted)
 
     train(models, batches, loss, steps, rate)
-    # No training draws from this generator: its seed is beyond all others.
+    # This seed is larger than all seeds used for training.
     x, wanted = draw(TEST_SETS, torch.Generator().manual_seed(2**31 + numbers[0]))
     spread = (wanted - wanted.mean((0, 1))).square().mean().sqrt()
     rows = []

@@ -1,9 +1,9 @@
 """At which temperature does attention separate contexts best?
 
-At temperature infinity (beta = 0) attention is mean pooling, at 0 it is hardmax. The paper's
-construction works close to hardmax. For tokens in general position the mean of a set already
-identifies it; for integers sums collide; and for sets with equal power sums up to a degree the
-gap near beta = 0 is of the order beta^degree.
+At infinite temperature (beta = 0) attention is mean pooling, at temperature 0 it is hardmax. The
+paper's construction works close to hardmax. For tokens in general position the mean of a set
+identifies it; for integers sums collide; and for sets with equal power sums up to a degree the gap
+near beta = 0 is of the order beta^degree.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from boltzattn.experiments.experiment import Experiment, Finding, Row, Table, select, slope, values
-from boltzattn.experiments.figure import GREY, STYLES
+from boltzattn.experiments.experiment import Experiment, Finding, Row, select, slope, values
 from boltzattn.experiments.memorize import draw_task
 from boltzattn.nn import OneLayerTransformer
 from boltzattn.theory import contextual_gap, hardmax_attention, prouhet_pair
+from boltzattn.theory.presentation import GREY, STYLES, Table
 
-# Relative gaps of fp64 below this are rounding: 2^-52 times the few operations of an average.
+# Smaller relative gaps are rounding errors of fp64: 2^-52 times a few operations.
 NOISE = 1e-14
 
 
 def draw_sets(family: str, n: int, count: int, seed: int) -> Tensor:
-    """`[sets, n, 1]` fp64 on a line, projections of size up to 1.
+    """fp64 sets `[sets, n, 1]` on a line, of size at most 1.
 
     "gaussian", "integers": random sets of n out of 3 n tokens. "prouhet-k": the two sets of
     `prouhet_pair(k)`.
@@ -66,12 +66,12 @@ def measure(family: str, n: int, count: int, seed: int, points: int) -> list[Row
 
 
 def summary(rows: list[Row], family: str) -> Row:
-    """Gap in the two limits and at the best temperature between, and the exponent near the mean."""
+    """The gap in both limits and at the best temperature, and the exponent near the mean."""
     some = select(rows, family=family)
     (mean,), (hard,) = (select(some, limit=limit) for limit in ("mean", "hardmax"))
     curve = select(some, limit=None)
     best = max(curve, key=lambda row: row["gap"])
-    # From where the gap leaves rounding behind up to a twentieth of the best temperature.
+    # From where the gap exceeds rounding up to a twentieth of the best beta.
     start = [row for row in curve if row["gap"] > 100 * NOISE and row["beta"] < best["beta"] / 20]
     exponent = None
     if len(start) > 1:
@@ -91,26 +91,27 @@ def judge(rows: list[Row]) -> list[Finding]:
     between = min(s["best"] for s in found.values())
     findings = [
         Finding(
-            "hardmax separates the sets of no family",
+            "hardmax separates no family",
             max(s["hardmax"] for s in found.values()) < NOISE,
             "gap " + ", ".join(f"{s['hardmax']:.1g} ({name})" for name, s in found.items()),
         ),
         Finding(
-            "mean pooling fails where sums collide",
+            "mean pooling fails if sums collide",
             max(s["mean"] for s in structured.values()) < NOISE,
             "gap " + ", ".join(f"{s['mean']:.1g} ({name})" for name, s in structured.items()),
         ),
         Finding(
-            "some temperature between the limits separates every family",
+            "an intermediate temperature separates every family",
             between > 100 * NOISE,
-            ", ".join(f"{s['best']:.1g} at {s['best_beta']:.2g} ({n})" for n, s in found.items()),
+            "gap "
+            + ", ".join(f"{s['best']:.1g} at {s['best_beta']:.2g} ({n})" for n, s in found.items()),
         ),
     ]
     if "gaussian" in found:
         generic = found["gaussian"]
         findings.append(
             Finding(
-                "for tokens in general position mean pooling is within 10 times of the best",
+                "for tokens in general position mean pooling is within a factor of 10 of the best",
                 generic["mean"] > generic["best"] / 10,
                 f"gap {generic['mean']:.2g}, best {generic['best']:.2g}",
             )
@@ -118,10 +119,11 @@ def judge(rows: list[Row]) -> list[Finding]:
     for family, s in found.items():
         if family.startswith("prouhet"):
             degree = int(family.removeprefix("prouhet-"))
-            # The next term of the expansion is beta/20 of the leading one and less.
+            # The next term of the expansion is at most beta/20 times the leading one.
             findings.append(
                 Finding(
-                    f"power sums equal to degree {degree} make the gap beta^{degree} near the mean",
+                    f"equal power sums up to degree {degree} make the gap beta^{degree} near the "
+                    "mean",
                     s["exponent"] is not None and abs(s["exponent"] - degree) < 0.1,
                     "exponent " + ("not seen" if s["exponent"] is None else f"{s['exponent']:.2f}"),
                 )
@@ -166,7 +168,7 @@ def draw(rows: list[Row], figure: Any) -> None:
     axis.set(
         xlabel="beta, inverse temperature of the largest token",
         ylabel="smallest gap / largest token",
-        title="Neither the mean nor hardmax will do",
+        title="Neither the mean nor hardmax separates all families",
         ylim=(floor / 3, 3),
     )
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=5)
@@ -183,8 +185,8 @@ _FAMILIES = ("gaussian", "integers", "prouhet-1", "prouhet-3", "prouhet-5")
 EXPERIMENT = Experiment(
     name="temperature",
     question="At which temperature does one head separate contexts best?",
-    refuted_if="a limit (mean, hardmax) separates what it should not, or no temperature between "
-    "the two separates a family",
+    refuted_if="the mean or hardmax separates what it should not, or no intermediate temperature "
+    "separates a family",
     cases={
         "tiny": _cases(("gaussian", "integers", "prouhet-1", "prouhet-3"), 4, 20, 41),
         "quick": _cases(_FAMILIES, 4, 60, 241),

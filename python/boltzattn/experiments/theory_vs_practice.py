@@ -1,9 +1,9 @@
-"""What does the theorem promise, what do its weights give, and what is possible?
+"""Which gap does the theorem promise, which gap do its weights have, and which gap is possible?
 
-Theorem 2 sets the temperature from the number of tokens, their distances and their norms alone,
-and promises a gap delta between context ids. Exact arithmetic (`boltz_gap`) shows how much larger
-the gap of these weights is, fp64 what is left of it, and the practical search what weights of the
-same shape can reach.
+Theorem 2 sets the temperature from the number of tokens, their distances and their norms alone, and
+promises a gap delta between context ids. Exact arithmetic (`boltz_gap`) gives the true gap of these
+weights, fp64 shows what is left of it, and the practical search finds the best weights of the same
+form.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from boltzattn.experiments.experiment import Experiment, Finding, Row, Table, select, slope, values
-from boltzattn.experiments.figure import BLUE, GREEN, GREY, ORANGE, RED
+from boltzattn.experiments.experiment import Experiment, Finding, Row, select, slope, values
 from boltzattn.theory import construct_attention, hardmax_attention
 from boltzattn.theory.construction import RankOneAttention
 from boltzattn.theory.memorization import random_task
+from boltzattn.theory.presentation import BLUE, GREEN, GREY, ORANGE, RED, Table
 
 D = 4
 
@@ -46,7 +46,7 @@ def measure(n: int, vocabulary: int, seed: int) -> list[Row]:
 
 
 def distance_from_hardmax(head: RankOneAttention, x: torch.Tensor) -> float:
-    """Largest difference in fp64 of what softmax and hardmax add to a token, over its size."""
+    """The largest difference in fp64 between the outputs of softmax and hardmax, relative."""
     weights = (head.w_q, head.w_k, head.w_v, head.w_o)
     with torch.no_grad():
         hard = hardmax_attention(x, *weights) - x
@@ -75,11 +75,11 @@ def judge(rows: list[Row]) -> list[Finding]:
             not any(row["fp64_seen"] for row in rows),
             f"{sum(row['fp64_seen'] for row in rows)} of {len(rows)} data sets separated",
         ),
-        # A hardmax up to the rounding of a sum of n terms.
+        # Up to the rounding of a sum of n terms.
         Finding(
             "in fp64 the theorem's weights are a hardmax",
             hardest < 1e-12,
-            f"what attention adds differs by {hardest:.1g} of its size; for practical weights by "
+            f"their relative difference is {hardest:.1g}; for practical weights it is "
             f"{statistics.median(row['practical_from_hardmax'] for row in rows):.2g} (median)",
         ),
         Finding(
@@ -88,11 +88,11 @@ def judge(rows: list[Row]) -> list[Finding]:
             f"{len(seen)} of {len(rows)}, smallest gap "
             f"{min(row['practical_gap'] for row in rows):.2g}",
         ),
-        # eps and r_min of the tokens shrink as more are drawn, which adds to the fourth power.
+        # eps and r_min shrink as the vocabulary grows, which adds to the fourth power.
         Finding(
-            "the digits promised grow at least as the fourth power of the vocabulary",
+            "the promised digits grow at least as the fourth power of the vocabulary",
             growth > 3.9,
-            f"exponent {growth:.1f} for n = {longest}; digits of the true gap: {exact:.1f}",
+            f"exponent {growth:.1f} for n = {longest}; for the digits of the true gap {exact:.1f}",
         ),
     ]
 
@@ -101,9 +101,9 @@ def table(rows: list[Row]) -> Table:
     header = (
         "data",
         "theorem promises",
-        "its weights, exactly",
-        "in fp64",
-        "lemma's scale, exactly",
+        "theorem, exact",
+        "theorem, in fp64",
+        "measured scale, exact",
         "practical, in fp64",
     )
     return header, [
@@ -131,7 +131,7 @@ def draw(rows: list[Row], figure: Any) -> None:
     for axis, n in zip(panels, lengths, strict=True):
         some = sorted(select(rows, n=n), key=lambda row: row["vocabulary"])
         for label, digits, colour, style in columns:
-            # Gaps above 1/2 would need no digit; the axis is logarithmic.
+            # Gaps above 1/2 need no digit, and the axis is logarithmic.
             height = [max(0.3, digits(row)) for row in some]
             axis.loglog(
                 [row["vocabulary"] for row in some], height, style, color=colour, label=label
@@ -152,7 +152,7 @@ def _cases(lengths: tuple[int, ...], sizes: tuple[int, ...]) -> list[dict[str, A
 
 EXPERIMENT = Experiment(
     name="theory-vs-practice",
-    question="How far apart are the gap the theorem promises, the one it gives, and the possible?",
+    question="How do the promised gap, the true gap and the best gap compare?",
     refuted_if="the true gap is below the promise, fp64 resolves the theorem's weights, or it does "
     "not resolve the practical ones",
     cases={

@@ -1,4 +1,4 @@
-"""Training for all experiments: equal models from different seeds, all in one call a step."""
+"""Training: equal models from different seeds, in one call per step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ Batches = Callable[[int], tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
+def model_seeds(seed: int, count: int) -> list[int]:
+    """The seeds of `count` models in a run with this seed."""
+    return [1000 * seed + i for i in range(count)]
+
+
 def build_all(build: Callable[[int], nn.Module], seeds: Sequence[int]) -> list[nn.Module]:
-    """`build(seed)` for each seed, which is also that of torch's random numbers."""
+    """`build(seed)` for each seed, with torch's generator seeded first."""
     models = []
     for seed in seeds:
         torch.manual_seed(seed)
@@ -24,17 +29,17 @@ def build_all(build: Callable[[int], nn.Module], seeds: Sequence[int]) -> list[n
 def train(
     models: Sequence[nn.Module], batches: Batches, loss: Loss, steps: int, rate: float = 1e-2
 ) -> Tensor:
-    """Adam with a one-cycle schedule, in place; returns the losses `[steps, models]`.
+    """Train in place with Adam and a one-cycle schedule; return the losses `[steps, models]`.
 
-    Parameters of the models are stacked, which spares all but one of the Python calls of a step.
-    Adam treats every number by itself, so that each model is trained as it would be alone.
+    The parameters of all models are stacked, so that a step is one call. Adam updates every number
+    separately, so each model is trained as it would be alone.
 
     Args:
-        models: modules that differ in the values of their parameters only.
-        batches: of a step, inputs `[models, ...]` and what the loss takes, `[models, ...]`.
-        loss: of the output of one model, a number.
+        models: modules that differ only in the values of their parameters.
+        batches: from a step to inputs `[models, ...]` and targets `[models, ...]`.
+        loss: from the output and the target of one model to a number.
         steps: number of steps.
-        rate: the highest learning rate.
+        rate: the largest learning rate.
 
     Example:
         >>> models = build_all(lambda seed: nn.Linear(1, 1), seeds=[0, 1])
@@ -68,6 +73,6 @@ def train(
     return torch.stack(history)
 
 
-def count_parameters(model: nn.Module, free: bool = False) -> int:
-    """Numbers in the parameters of `model`; `free`: only those that are trained."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad or not free)
+def count_parameters(model: nn.Module) -> int:
+    """The number of parameters of `model`, whether they are trained or not."""
+    return sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""The best approximation of a head's bilinear form by one of smaller rank."""
+"""The best low-rank approximation of the bilinear form of a head."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Approximation:
-    """What a change of rank kept of each head's bilinear form.
+    """How much of each head's bilinear form a low-rank approximation keeps.
 
     Attributes:
         rank: the rank of the approximation.
-        spectrum: `[num_heads, head_dim]`, singular values of `[W_Q | b_q]^T W_K / sqrt(head_dim)`,
-            falling, fp64. For independent queries and keys with coordinates of unit variance,
-            the sum of their squares is the variance of the logits.
+        spectrum: `[num_heads, head_dim]` fp64, the singular values of
+            `[W_Q | b_q]^T W_K / sqrt(head_dim)` in descending order. The sum of their squares is
+            the variance of the logits for independent inputs with coordinates of unit variance.
     """
 
     rank: int
@@ -24,7 +24,7 @@ class Approximation:
 
     @property
     def kept(self) -> Tensor:
-        """`[num_heads]`: the share of that variance which the approximation has, 1 if all."""
+        """`[num_heads]`: the share of the logits' variance that the approximation keeps."""
         energy = self.spectrum.square()
         total = energy.sum(-1)
         share = energy[:, : self.rank].sum(-1) / total
@@ -32,7 +32,7 @@ class Approximation:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing was dropped."""
+        """Whether the approximation is exact: all dropped singular values are 0."""
         return not bool(self.spectrum[:, self.rank :].any())
 
     def __str__(self) -> str:
@@ -46,13 +46,13 @@ class Approximation:
 def truncate(
     w_q: Tensor, b_q: Tensor | None, w_k: Tensor, num_heads: int, rank: int
 ) -> tuple[Tensor, Tensor | None, Tensor, Approximation]:
-    """Projections to `rank` coordinates whose logits at scale `1 / sqrt(rank)` are nearest.
+    """The rank-`rank` projections that approximate the logits best, at scale `1 / sqrt(rank)`.
 
-    A head's logits `(W_Q x + b_q) . (W_K y + b_k) / sqrt(head_dim)` are a bilinear form in (x, 1)
-    and y, plus a term in x alone (that of b_k) which softmax over the keys does not see. Cutting
-    its singular value decomposition is the best approximation in the Frobenius norm, that is,
-    in mean square over inputs with uncorrelated coordinates of unit variance; and it is exact as
-    soon as `rank >= head_dim`, biases or not.
+    The logits `(W_Q x + b_q) . (W_K y + b_k) / sqrt(head_dim)` of a head are a bilinear form in
+    (x, 1) and y, plus a term (that of b_k) that depends on x alone and cancels in the softmax.
+    Truncating the singular value decomposition of the form is the best approximation in the
+    Frobenius norm: in the mean square over inputs with uncorrelated coordinates of unit variance.
+    It is exact if `rank >= head_dim`, with or without biases.
 
     Args:
         w_q, b_q: `[num_heads * head_dim, d_q]`, `[num_heads * head_dim]`.
@@ -60,7 +60,7 @@ def truncate(
 
     Returns:
         w_q `[num_heads, width, d_q]`, b_q `[num_heads, width]`, w_k `[num_heads, width, d_k]`
-        in fp64, and the report. `width` is `rank`, or head_dim if that is smaller.
+        in fp64, and the report. `width` is the smaller of `rank` and `head_dim`.
     """
     left = w_q.detach().double()
     if b_q is not None:
@@ -69,13 +69,13 @@ def truncate(
     right = w_k.detach().double().unflatten(0, (num_heads, -1))  # [H, head_dim, d_k]
     head_dim = left.shape[1]
 
-    # The d_q x d_k product has rank head_dim: decompose its head_dim x head_dim core instead.
+    # The d_q x d_k product has rank head_dim, so its head_dim x head_dim core is decomposed.
     left_basis, left_core = torch.linalg.qr(left.mT)
     right_basis, right_core = torch.linalg.qr(right.mT)
     core = left_core @ right_core.mT * head_dim**-0.5
     u, spectrum, vh = torch.linalg.svd(core, full_matrices=False)
     width = min(rank, spectrum.shape[-1])
-    # Half of each singular value to either side; the new scale 1 / sqrt(rank) is undone here.
+    # Each side gets the root of a singular value; the factor undoes the new scale 1 / sqrt(rank).
     root = (spectrum[:, :width] * rank**0.5).sqrt()[:, :, None]
     new_q = root * (left_basis @ u[:, :, :width]).mT
     new_k = root * (right_basis @ vh.mT[:, :, :width]).mT

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from boltzattn import distributed
 from boltzattn.dispatch.preference import preferred
 from boltzattn.dispatch.torch_modes import without_autocast
-from boltzattn.functional import attention, attention_varlen, self_attention
+from boltzattn.functional import Projections, attend_layer, attention, attention_varlen
 from boltzattn.nn.approximation import Approximation, truncate
 from boltzattn.nn.inputs import check_inputs, check_jagged, check_mask, jagged
-from boltzattn.problem import Problem, accumulate_dtype
+from boltzattn.problem import Problem, accumulate_dtype, default_scale
 from boltzattn.reference.direct import scores, weights
+from boltzattn.validation import check_scale
 
 
 class _DeclineFastPath:
@@ -127,8 +128,8 @@ class LowRankAttention(nn.Module):
             ("vdim", vdim),
             ("head_dim", head_dim),
         ):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+            if size is not None and not (isinstance(size, int) and size >= 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(
                 f"num_heads must divide embed_dim when head_dim is not given, got embed_dim "
@@ -141,8 +142,8 @@ class LowRankAttention(nn.Module):
                     "to key and value before the call instead"
                 )
         preferred(method, backend)  # checks the names
-        if scale is not None and not math.isfinite(scale):
-            raise ValueError(f"scale must be a finite number, got {scale}")
+        check_scale(scale)
+        distributed.check_exchange(exchange)
         for name, p in (("dropout", dropout), ("output_dropout", output_dropout)):
             if not 0.0 <= p <= 1.0:
                 raise ValueError(f"{name} must be between 0 and 1, got {p}")
@@ -337,23 +338,25 @@ class LowRankAttention(nn.Module):
             The result in the shape of `query`, and the weights, `[batch, n_q, n_k]` or per head
             `[batch, num_heads, n_q, n_k]` (no batch axis if unbatched), or None.
         """
-        if jagged(query, key, value):
-            check_jagged(
-                query,
-                key,
-                value,
-                (self.embed_dim, self.kdim, self.vdim),
-                self.batch_first,
-                key_padding_mask=key_padding_mask is not None,
-                need_weights=need_weights,
-                attn_mask=attn_mask is not None,
-                dropout=self.dropout > 0.0 and self.training,
-                process_group=self.process_group is not None,
-            )
-            return self._forward_jagged(query, key, value, is_causal), None
-        check_inputs(query, key, value, (self.embed_dim, self.kdim, self.vdim), self.batch_first)
-        turned = query.ndim == 3 and not self.batch_first
         is_self = query is key and key is value
+        if is_self and isinstance(query, Tensor) and not query.is_nested:
+            # The common call, checked and computed with as little Python as possible.
+            weight = self.v_proj_weight
+            fits = query.ndim in (2, 3) and query.shape[-1] == self.embed_dim
+            fits = fits and query.dtype == weight.dtype and query.device == weight.device
+        else:
+            fits = False
+            if jagged(query, key, value):
+                refused = self._refused(need_weights, attn_mask, False)
+                refused["key_padding_mask"] = key_padding_mask is not None
+                refused["process_group"] = self.process_group is not None
+                widths = self.embed_dim, self.kdim, self.vdim
+                check_jagged(query, key, value, widths, self.batch_first, **refused)
+                return self._forward_jagged(query, key, value, is_causal), None
+        if not fits:
+            widths = self.embed_dim, self.kdim, self.vdim
+            check_inputs(query, key, value, widths, self.batch_first, self.v_proj_weight)
+        turned = query.ndim == 3 and not self.batch_first
         if turned:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         if key_padding_mask is not None:
@@ -364,74 +367,89 @@ class LowRankAttention(nn.Module):
                 attn_mask = None
             else:  # of a rectangle "causal" may mean two things; the mask says which
                 is_causal = False
-
         if self.process_group is not None:
-            refused = {
-                "need_weights": need_weights,
-                "attn_mask": attn_mask is not None,
-                "is_causal": is_causal,
-                "dropout": self.dropout > 0.0 and self.training,
-            }
+            refused = self._refused(need_weights, attn_mask, is_causal)
             if given := [name for name, is_given in refused.items() if is_given]:
                 raise ValueError(
                     f"{given[0]} must not be used together with process_group: a sequence that is "
                     "spread over processes takes a key_padding_mask only"
                 )
-        w_q, b_q, b_k, b_v = self._query_weight_and_biases()
-        masks: dict[str, Any] = {
-            "attn_mask": attn_mask,
-            "is_causal": is_causal,
-            "key_padding_mask": key_padding_mask,
-        }
-        options: dict[str, Any] = {
-            "dropout_p": self.dropout if self.training else 0.0,
-            "scale": self.scale,
-            "method": self.method,
-            "backend": self.backend,
-        }
         weights = None
         if is_self and not need_weights and self.process_group is None:
-            out = self_attention(
+            out = attend_layer(
                 query,
-                w_q,
-                self.k_proj_weight,
-                self.v_proj_weight,
-                self.out_proj.weight,
-                num_heads=self.num_heads,
-                b_q=b_q,
-                b_k=b_k,
-                b_v=b_v,
-                b_o=self.out_proj.bias,
-                **masks,
-                **options,
+                self._projections(),
+                self.num_heads,
+                preferred(self.method, self.backend),
+                attn_mask=attn_mask,
+                dropout_p=self.dropout if self.training else 0.0,
+                is_causal=is_causal,
+                scale=self.scale,
+                key_padding_mask=key_padding_mask,
             )
         else:
-            q = self._heads(query, w_q, b_q)
-            k = self._heads(key, self.k_proj_weight, b_k)
-            v = self._heads(value, self.v_proj_weight, b_v)
-            heads: Any
-            if need_weights:
-                weights = self._weights(q, k, **masks)
-                heads = weights @ v
-            elif self.process_group is not None:
-                heads = distributed.attention(
-                    q,
-                    k,
-                    v,
-                    group=self.process_group,
-                    scale=self.scale,
-                    key_padding_mask=key_padding_mask,
-                    exchange=self.exchange,
-                    backend=self.backend,
-                )
-            else:
-                heads = attention(q, k, v, **masks, **options)
+            heads, weights = self._attend(
+                (query, key, value), attn_mask, is_causal, key_padding_mask, need_weights
+            )
             out = self.out_proj(heads.transpose(-2, -3).flatten(-2))
             if weights is not None and average_attn_weights:
                 weights = weights.mean(-3)
         if self.output_dropout > 0.0:
             out = F.dropout(out, self.output_dropout, self.training)
         return (out.transpose(0, 1) if turned else out), weights
+
+    def _refused(
+        self, need_weights: bool, attn_mask: Tensor | None, is_causal: bool
+    ) -> dict[str, bool]:
+        """What nested tensors and spread sequences do not go with: whether it was asked for."""
+        return {
+            "need_weights": need_weights,
+            "attn_mask": attn_mask is not None,
+            "is_causal": is_causal,
+            "dropout": self.dropout > 0.0 and self.training,
+        }
+
+    def _attend(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+    ) -> tuple[Any, Tensor | None]:
+        """(heads [..., num_heads, n_q, head_dim], weights or None) of three inputs."""
+        w_q, b_q, b_k, b_v = self._query_weight_and_biases()
+        projections = (w_q, b_q), (self.k_proj_weight, b_k), (self.v_proj_weight, b_v)
+        q, k, v = (
+            F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
+            for x, (weight, bias) in zip(inputs, projections, strict=True)
+        )
+        if need_weights:
+            weights = self._weights(q, k, attn_mask, is_causal, key_padding_mask)
+            return weights @ v, weights
+        if self.process_group is not None:
+            return distributed.attention(
+                q,
+                k,
+                v,
+                group=self.process_group,
+                scale=self.scale,
+                key_padding_mask=key_padding_mask,
+                exchange=self.exchange,
+                backend=self.backend,
+            ), None
+        return attention(
+            q,
+            k,
+            v,
+            attn_mask,
+            self.dropout if self.training else 0.0,
+            is_causal,
+            self.scale,
+            key_padding_mask=key_padding_mask,
+            method=self.method,
+            backend=self.backend,
+        ), None
 
     def _forward_jagged(self, query: Any, key: Any, value: Any, is_causal: bool) -> Tensor:
         """Nested tensors of the jagged layout are packed sequences already."""
@@ -453,8 +471,19 @@ class LowRankAttention(nn.Module):
             out = F.dropout(out, self.output_dropout, self.training)
         return torch.nested.nested_tensor_from_jagged(out, query.offsets())
 
-    def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
+    def _projections(self) -> Projections:
+        """The weights as one call of `attend_layer` takes them."""
+        out, bias = self.out_proj, self.in_proj_bias
+        b_qk = b_v = None
+        if self.log_temperature is None:
+            w_qk = torch.cat((self.q_proj_weight, self.k_proj_weight))
+            if bias is not None:
+                b_qk, b_v = bias.split_with_sizes((2 * self._widths[0], self._widths[2]))
+        else:
+            w_q, b_q, b_k, b_v = self._query_weight_and_biases()
+            w_qk = torch.cat((w_q, self.k_proj_weight))
+            b_qk = None if b_q is None or b_k is None else torch.cat((b_q, b_k))
+        return Projections(w_qk, self.v_proj_weight, out.weight, b_qk, b_v, out.bias)
 
     def _query_weight_and_biases(
         self,
@@ -480,7 +509,7 @@ class LowRankAttention(nn.Module):
     ) -> Tensor:
         """The attention weights themselves, `[..., heads, n_q, n_k]`, after dropout."""
         work = accumulate_dtype(q.dtype)
-        scale = self.rank**-0.5 if self.scale is None else self.scale
+        scale = default_scale(self.rank) if self.scale is None else self.scale
         key_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(-2)
         with without_autocast(q.device.type):
             problem = Problem(q, k, k, attn_mask, key_mask, None, scale, 0.0, is_causal)

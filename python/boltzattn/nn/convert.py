@@ -1,4 +1,4 @@
-"""Replace the nn.MultiheadAttention layers of a model and measure what that changed."""
+"""Replace the nn.MultiheadAttention layers of a model and measure how its outputs change."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from boltzattn.nn.attention import LowRankAttention
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` did.
+    """The report of `convert`.
 
     Attributes:
-        replaced: name of each replaced layer -> what its new rank kept.
-        skipped: name of each nn.MultiheadAttention left alone -> why.
-        change: root mean square of (new output - old output), relative to that of the old output
-            about its mean, on the batch given; None without a batch.
-        max_change: largest absolute difference of an output; None without a batch.
+        replaced: maps the name of each replaced layer to what its new rank kept.
+        skipped: maps the name of each nn.MultiheadAttention that was not replaced to the reason.
+        change: root mean square of (new output - old output) divided by the standard deviation of
+            the old output, on the given batch; None without a batch.
+        max_change: largest absolute change of an output; None without a batch.
     """
 
     replaced: dict[str, Approximation] = field(default_factory=dict)
@@ -47,17 +47,17 @@ def convert(
     method: str = "auto",
     backend: str = "auto",
 ) -> Conversion:
-    """Replace every nn.MultiheadAttention of `model`, in place, by its nearest of this rank.
+    """Replace every nn.MultiheadAttention in `model`, in place, by its best rank-`rank` fit.
 
-    Parameters of replaced layers are new tensors: build the optimizer afterwards.
+    The replaced layers get new parameters: build the optimizer after converting.
 
     Args:
-        model: walked recursively; a layer used in two places stays shared.
-        rank: of every new head; see `LowRankAttention.from_multihead`.
-        batch: what to call the model with, before and after, to measure the change: a tensor, a
-            tuple of arguments or a mapping of keyword arguments.
-        select: `select(name, layer)` says whether to replace this one.
-        method, backend: of the new layers.
+        model: searched recursively; a layer used in two places stays shared.
+        rank: rank of every new head; see `LowRankAttention.from_multihead`.
+        batch: input for measuring the change of the outputs: a tensor, a tuple of positional
+            arguments or a mapping of keyword arguments.
+        select: `select(name, layer)` returns whether to replace the layer.
+        method, backend: passed to the new layers.
 
     Example:
         >>> layer = torch.nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)
@@ -81,7 +81,9 @@ def convert(
             skipped[name] = "not selected"
             continue
         if type(layer) is not nn.MultiheadAttention:
-            skipped[name] = f"is a subclass, {type(layer).__name__}, that may compute another thing"
+            skipped[name] = (
+                f"is a subclass, {type(layer).__name__}, which may compute something else"
+            )
             continue
         if layer not in new_layers:
             try:
@@ -103,9 +105,9 @@ def convert(
 
 
 def _stop_nesting(model: nn.Module) -> None:
-    """Keep nn.TransformerEncoder from making nested tensors when any of its layers is ours.
+    """Stop nn.TransformerEncoder from making nested tensors if one of its layers is ours.
 
-    It asks only its first layer, and did so when it was built.
+    The encoder checks only its first layer, and only in its constructor.
     """
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and any(
@@ -130,7 +132,7 @@ def _outputs(model: nn.Module, batch: Any) -> list[Tensor]:
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
-    """The floating-point tensors of a model's result, however it wraps them."""
+    """The floating-point tensors in the output of a model, in nested containers too."""
     if isinstance(result, Tensor):
         if result.is_floating_point():
             yield result
@@ -144,7 +146,9 @@ def _tensors(result: Any) -> Iterator[Tensor]:
 
 def _change(before: list[Tensor], after: list[Tensor]) -> tuple[float, float]:
     if not before:
-        raise ValueError("batch gave no floating-point output to compare; pass another batch")
+        raise ValueError(
+            "the model returns no floating-point output for this batch; pass another batch"
+        )
     old, new = (torch.cat([x.flatten() for x in outputs]) for outputs in (before, after))
     difference = new - old
     spread = (old - old.mean()).square().mean().sqrt()

@@ -1,4 +1,4 @@
-"""What a layer with the call of nn.MultiheadAttention accepts, and what it says otherwise."""
+"""Checks of the inputs of a layer that is called like nn.MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -7,21 +7,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boltzattn.dispatch.torch_modes import autocast_dtype
+
 
 def check_inputs(
-    query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, int, int], batch_first: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    widths: tuple[int, int, int],
+    batch_first: bool,
+    weight: Tensor,
 ) -> None:
-    """Raise unless the three fit each other and the layer's (embed_dim, kdim, vdim)."""
+    """Raise unless the three fit each other, the widths (embed_dim, kdim, vdim) and the weight."""
+    autocast = autocast_dtype(weight.device.type) is not None
     layout = "[batch, n, width]" if batch_first else "[n, batch, width]"
     for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.is_nested:
             raise ValueError(
-                f"{name} must not be a nested tensor of strided layout, or one beside plain "
-                "tensors; convert all three to the jagged layout, or pad them and pass "
-                "key_padding_mask. (nn.TransformerEncoder makes strided ones in eval mode when its "
-                "first layer is a plain one: set encoder.use_nested_tensor = False)"
+                f"{name} must not be a nested tensor unless query, key and value are all nested "
+                "with jagged layout; convert all three to the jagged layout, or pad them and pass "
+                "key_padding_mask. nn.TransformerEncoder makes strided nested tensors in eval mode "
+                "if its first layer is a standard one: set encoder.use_nested_tensor = False"
+            )
+        if x.dtype != weight.dtype and not (autocast and x.is_floating_point()):
+            raise TypeError(
+                f"{name} must have the dtype of the layer, {weight.dtype}, got {x.dtype}; convert "
+                f"it with {name}.to({weight.dtype}) or the layer with layer.to({x.dtype})"
+            )
+        if x.device != weight.device:
+            raise ValueError(
+                f"{name} must be on the device of the layer, {weight.device}, got {x.device}; "
+                f"move it with {name}.to({str(weight.device)!r})"
             )
         if x.ndim not in (2, 3) or x.shape[-1] != width:
             raise ValueError(
@@ -55,7 +73,7 @@ def jagged(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def check_jagged(
-    query: Any,  # the methods of a jagged tensor are no part of Tensor's type
+    query: Any,  # Tensor's type lacks the methods of a jagged tensor
     key: Any,
     value: Any,
     widths: tuple[int, int, int],
@@ -64,7 +82,7 @@ def check_jagged(
 ) -> None:
     """Raise unless three jagged tensors fit each other and the layer.
 
-    `refused` are arguments that do not go with them: (name, given).
+    `refused` says for each argument that nested tensors do not support whether it was given.
     """
     if not batch_first:
         raise ValueError(
@@ -83,13 +101,13 @@ def check_jagged(
     for name, given in refused.items():
         if given:
             raise ValueError(
-                f"{name} must not be given with nested tensors: they are padded by nothing that "
-                "would need a mask, and have no square of weights; use padded tensors for it"
+                f"{name} must not be given with nested tensors, which have no padding and no "
+                "square matrix of weights; use padded tensors"
             )
 
 
 def check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
-    """Raise unless the mask is bool or floating and has one of the shapes."""
+    """Raise unless the mask is bool or floating point and has one of the shapes."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool and not mask.is_floating_point():

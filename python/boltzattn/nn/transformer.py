@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from boltzattn.nn.attention import LowRankAttention
 
-# Hidden activations held at once when no gradient is needed. 4 MB of fp64: larger pieces leave the
-# caches and are slower (every piece faults in fresh pages), not only bigger.
+# Hidden activations held at once when no gradient is needed: 4 MB of fp64. Larger pieces do not fit
+# into the caches and are slower.
 HIDDEN_AT_ONCE = 1 << 19
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
@@ -20,17 +20,17 @@ FORMS = ("paper", "standard")
 
 
 class FeedForward(nn.Module):
-    """Two layers with a skip, on every token alone: `z + W2 act(W1 z + b1) + b2`.
+    """A two-layer network with a skip connection, token by token: `z + W2 act(W1 z + b1) + b2`.
 
     Args:
-        dim: width of a token.
-        hidden: number of hidden neurons, however many; without gradients the tokens are taken in
-            pieces, so that `tokens x hidden` activations never exist at once.
+        embed_dim: width of a token.
+        hidden_dim: number of hidden neurons. Without gradients the tokens are processed in pieces,
+            so a large `hidden_dim` does not need `tokens x hidden_dim` activations at once.
         activation: "relu" or "gelu".
-        dropout: on the hidden activations and on what is added to z.
-        norm: normalise what W1 sees, `z + W2 act(W1 norm(z) + b1) + b2`.
+        dropout: probability, for the hidden activations and for the output of W2.
+        norm: apply a LayerNorm first, `z + W2 act(W1 norm(z) + b1) + b2`.
 
-    W1, b1 are `linear1.weight` `[hidden, dim]`, `linear1.bias`; W2, b2 those of `linear2`.
+    `linear1` holds W1 `[hidden_dim, embed_dim]` and b1, `linear2` holds W2 and b2.
 
     Example:
         >>> FeedForward(16, 64)(torch.randn(2, 100, 16)).shape
@@ -39,8 +39,8 @@ class FeedForward(nn.Module):
 
     def __init__(
         self,
-        dim: int,
-        hidden: int,
+        embed_dim: int,
+        hidden_dim: int,
         *,
         activation: str = "relu",
         dropout: float = 0.0,
@@ -49,25 +49,30 @@ class FeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if dim < 1 or hidden < 1:
-            raise ValueError(f"dim and hidden must be at least 1, got {dim} and {hidden}")
+        if embed_dim < 1 or hidden_dim < 1:
+            raise ValueError(
+                f"embed_dim and hidden_dim must be at least 1, got {embed_dim} and {hidden_dim}"
+            )
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}"
             )
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.activation = activation
-        self.norm = nn.LayerNorm(dim, **factory) if norm else None
-        self.linear1 = nn.Linear(dim, hidden, **factory)
-        self.linear2 = nn.Linear(hidden, dim, **factory)
+        self.norm = nn.LayerNorm(embed_dim, **factory) if norm else None
+        self.linear1 = nn.Linear(embed_dim, hidden_dim, **factory)
+        self.linear2 = nn.Linear(hidden_dim, embed_dim, **factory)
         self.dropout = dropout
 
     @classmethod
     def from_weights(
         cls, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, *, activation: str = "relu"
     ) -> FeedForward:
-        """The network with these weights: w1 `[hidden, dim]`, b1 `[hidden]`, w2 `[dim, hidden]`,
-        b2 `[dim]`; device and dtype are theirs.
+        """Build the network from its weights, on their device and in their dtype.
+
+        Args:
+            w1, b1: `[hidden_dim, embed_dim]`, `[hidden_dim]`.
+            w2, b2: `[embed_dim, hidden_dim]`, `[embed_dim]`.
 
         Example:
             >>> w = torch.randn(5000, 3, dtype=torch.float64)
@@ -75,24 +80,28 @@ class FeedForward(nn.Module):
             >>> FeedForward.from_weights(w, b1, w.T, b2).linear1.out_features
             5000
         """
-        hidden, dim = w1.shape
-        shapes = {"b1": (b1, (hidden,)), "w2": (w2, (dim, hidden)), "b2": (b2, (dim,))}
-        _check_shapes(f"w1 {list(w1.shape)} [hidden, dim]", shapes)
-        network = cls(dim, hidden, activation=activation, device="meta", dtype=w1.dtype)
+        hidden_dim, embed_dim = w1.shape
+        shapes = {
+            "b1": (b1, (hidden_dim,)),
+            "w2": (w2, (embed_dim, hidden_dim)),
+            "b2": (b2, (embed_dim,)),
+        }
+        _check_shapes(f"w1 {list(w1.shape)} [hidden_dim, embed_dim]", shapes)
+        network = cls(embed_dim, hidden_dim, activation=activation, device="meta", dtype=w1.dtype)
         network.linear1.weight, network.linear1.bias = _parameter(w1), _parameter(b1)
         network.linear2.weight, network.linear2.bias = _parameter(w2), _parameter(b2)
         return network
 
     def forward(self, z: Tensor) -> Tensor:
-        """`[..., dim]` to `[..., dim]`."""
-        tokens, hidden = z.numel() // max(1, z.shape[-1]), self.linear1.out_features
+        """Map `[..., embed_dim]` to `[..., embed_dim]`."""
+        tokens, hidden_dim = z.numel() // max(1, z.shape[-1]), self.linear1.out_features
         if (
             torch.compiler.is_compiling()
             or torch.is_grad_enabled()
-            or tokens * hidden <= HIDDEN_AT_ONCE
+            or tokens * hidden_dim <= HIDDEN_AT_ONCE
         ):
             return self._forward(z)
-        rows = z.reshape(-1, z.shape[-1]).split(max(1, HIDDEN_AT_ONCE // hidden))
+        rows = z.reshape(-1, z.shape[-1]).split(max(1, HIDDEN_AT_ONCE // hidden_dim))
         return torch.cat([self._forward(piece) for piece in rows]).view(z.shape)
 
     def _forward(self, z: Tensor) -> Tensor:
@@ -109,12 +118,12 @@ class FeedForward(nn.Module):
 
 
 class OneLayerTransformer(nn.Module):
-    """`FF2(SA(FF1(z)))`: token-wise network, one attention layer, token-wise network.
+    """`FF2(SA(FF1(z)))`: a token-wise network, one attention layer, a token-wise network.
 
-    Permutation equivariant: shuffling the tokens shuffles the result. There are no positions and
-    no causal mask; the input is a set.
+    The module is permutation equivariant: shuffling the tokens shuffles the output. There are no
+    positions and no causal mask; the input is a set.
 
-    `form="paper"` is the block of Kajitsuka & Sato (ICLR 2024), which they prove to be a universal
+    `form="paper"` is the block of Kajitsuka & Sato (ICLR 2024), who prove that it is a universal
     approximator with a single rank-1 head:
 
         FF(Z) = Z + relu(Z W1^T + b1) W2^T + b2
@@ -122,18 +131,19 @@ class OneLayerTransformer(nn.Module):
 
     without scaling, normalisation, dropout or biases in SA.
 
-    `form="standard"` takes the same three steps the way they train well: every step reads a
-    LayerNorm of its input, GELU instead of ReLU, dropout, biases, logits scaled by
-    `1 / sqrt(rank)`, and, if `in_dim` or `out_dim` is given, a linear map before and
-    (after a last LayerNorm) behind.
+    `form="standard"` adds what training needs: a LayerNorm before each of the three steps, GELU
+    instead of ReLU, dropout, biases, and logits scaled by `1 / sqrt(rank)`. `in_dim` adds a linear
+    map before the block, `out_dim` a LayerNorm and a linear map after it.
 
     Args:
-        dim: width of a token inside the block.
+        embed_dim: width of a token inside the block.
         form: "paper" or "standard".
-        num_heads, rank, head_dim: of the attention, as in `LowRankAttention`.
-        ff1_hidden, ff2_hidden: hidden widths; default `4 * dim`. 0 leaves the network out.
-        in_dim, out_dim: widths of the input and the result (standard form only).
-        dropout: behind every step (standard form only); not on attention weights.
+        num_heads, rank, head_dim: as in `LowRankAttention`.
+        ff1_hidden_dim, ff2_hidden_dim: hidden widths of the two networks; default
+            `4 * embed_dim`. 0 omits the network.
+        in_dim, out_dim: widths of the input and the output (standard form only).
+        dropout: probability, for the output of every step (standard form only); attention weights
+            are not dropped.
         learnable_temperature: as in `LowRankAttention` (standard form only).
         method, backend: as in `boltzattn.attention`.
 
@@ -143,18 +153,18 @@ class OneLayerTransformer(nn.Module):
         torch.Size([2, 1000, 1])
     """
 
-    report: Any = None  # what a construction of boltzattn.theory says about the module it made
+    report: Any = None  # set by the constructions in boltzattn.theory
 
     def __init__(
         self,
-        dim: int,
+        embed_dim: int,
         *,
         form: str = "standard",
         num_heads: int = 1,
         rank: int = 1,
         head_dim: int | None = None,
-        ff1_hidden: int | None = None,
-        ff2_hidden: int | None = None,
+        ff1_hidden_dim: int | None = None,
+        ff2_hidden_dim: int | None = None,
         in_dim: int | None = None,
         out_dim: int | None = None,
         dropout: float = 0.0,
@@ -176,12 +186,12 @@ class OneLayerTransformer(nn.Module):
         ):
             if paper and given:
                 raise ValueError(
-                    f"{name}={given} is no part of the paper's block; use form='standard'"
+                    f"{name}={given} is not part of the paper's block; use form='standard'"
                 )
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.form = form
         self.attention = LowRankAttention(
-            dim,
+            embed_dim,
             num_heads,
             bias=not paper,
             batch_first=True,
@@ -195,21 +205,24 @@ class OneLayerTransformer(nn.Module):
             **factory,
         )
 
-        def network(hidden: int | None) -> FeedForward | None:
-            hidden = 4 * dim if hidden is None else hidden
-            if hidden == 0:
+        def network(hidden_dim: int | None) -> FeedForward | None:
+            if hidden_dim == 0:
                 return None
-            activation = "relu" if paper else "gelu"
             return FeedForward(
-                dim, hidden, activation=activation, dropout=dropout, norm=not paper, **factory
+                embed_dim,
+                4 * embed_dim if hidden_dim is None else hidden_dim,
+                activation="relu" if paper else "gelu",
+                dropout=dropout,
+                norm=not paper,
+                **factory,
             )
 
-        self.in_proj = None if in_dim is None else nn.Linear(in_dim, dim, **factory)
-        self.ff1 = network(ff1_hidden)
-        self.attention_norm = None if paper else nn.LayerNorm(dim, **factory)
-        self.ff2 = network(ff2_hidden)
-        self.out_norm = None if out_dim is None else nn.LayerNorm(dim, **factory)
-        self.out_proj = None if out_dim is None else nn.Linear(dim, out_dim, **factory)
+        self.in_proj = None if in_dim is None else nn.Linear(in_dim, embed_dim, **factory)
+        self.ff1 = network(ff1_hidden_dim)
+        self.attention_norm = None if paper else nn.LayerNorm(embed_dim, **factory)
+        self.ff2 = network(ff2_hidden_dim)
+        self.out_norm = None if out_dim is None else nn.LayerNorm(embed_dim, **factory)
+        self.out_proj = None if out_dim is None else nn.Linear(embed_dim, out_dim, **factory)
 
     @classmethod
     def from_weights(
@@ -225,15 +238,15 @@ class OneLayerTransformer(nn.Module):
         method: str = "auto",
         backend: str = "auto",
     ) -> OneLayerTransformer:
-        """The paper's block with these weights; device and dtype are those of `w_q`.
+        """Build the paper's block from its weights, on the device and in the dtype of `w_q`.
 
         Args:
-            w_q, w_k: `[num_heads * rank, dim]`, the heads one below the other.
-            w_v: `[num_heads * head_dim, dim]`.
-            w_o: `[dim, num_heads * head_dim]`, the heads side by side.
-            ff1, ff2: `FeedForward.from_weights(...)`, or None to leave the network out.
+            w_q, w_k: `[num_heads * rank, embed_dim]`, the heads stacked along the rows.
+            w_v: `[num_heads * head_dim, embed_dim]`.
+            w_o: `[embed_dim, num_heads * head_dim]`, the heads stacked along the columns.
+            ff1, ff2: `FeedForward.from_weights(...)`, or None to omit the network.
 
-        They are then `attention.q_proj_weight`, `k_proj_weight`, `v_proj_weight` and
+        The weights become `attention.q_proj_weight`, `k_proj_weight`, `v_proj_weight` and
         `attention.out_proj.weight`.
 
         Example:
@@ -242,27 +255,27 @@ class OneLayerTransformer(nn.Module):
             >>> model(torch.randn(5, 8).double()).shape
             torch.Size([5, 8])
         """
-        dim = w_q.shape[-1]
+        embed_dim = w_q.shape[-1]
         rows, value_rows = w_q.shape[0], w_v.shape[0]
         shapes = {
-            "w_k": (w_k, (rows, dim)),
-            "w_v": (w_v, (value_rows, dim)),
-            "w_o": (w_o, (dim, value_rows)),
+            "w_k": (w_k, (rows, embed_dim)),
+            "w_v": (w_v, (value_rows, embed_dim)),
+            "w_o": (w_o, (embed_dim, value_rows)),
         }
-        _check_shapes(f"w_q {list(w_q.shape)} [num_heads * rank, dim]", shapes)
+        _check_shapes(f"w_q {list(w_q.shape)} [num_heads * rank, embed_dim]", shapes)
         for name, height in (("w_q", rows), ("w_v", value_rows)):
             if height % num_heads:
                 raise ValueError(
                     f"num_heads must divide the rows of {name}, got {num_heads} and {height}"
                 )
         model = cls(
-            dim,
+            embed_dim,
             form="paper",
             num_heads=num_heads,
             rank=rows // num_heads,
             head_dim=value_rows // num_heads,
-            ff1_hidden=0,
-            ff2_hidden=0,
+            ff1_hidden_dim=0,
+            ff2_hidden_dim=0,
             method=method,
             backend=backend,
             device="meta",
@@ -276,12 +289,12 @@ class OneLayerTransformer(nn.Module):
         return model
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """`[..., n, in_dim or dim]` to `[..., n, out_dim or dim]`.
+        """Map `[..., n, in_dim or embed_dim]` to `[..., n, out_dim or embed_dim]`.
 
         Args:
-            x: the tokens of one set, or of many.
-            key_padding_mask: `[..., n]`, True where a token is padding: no other token sees it
-                (its own result is meaningless).
+            x: the tokens of one set or of a batch of sets.
+            key_padding_mask: `[..., n]`, True where a token is padding: no other token attends to
+                it, and its own output is meaningless.
         """
         z = x if self.in_proj is None else self.in_proj(x)
         if self.ff1 is not None:
@@ -295,7 +308,7 @@ class OneLayerTransformer(nn.Module):
 
     def _attend(self, z: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         seen = z if self.attention_norm is None else self.attention_norm(z)
-        if z.ndim > 3:  # LowRankAttention has one batch axis, as nn.MultiheadAttention
+        if z.ndim > 3:  # LowRankAttention has one batch axis, like nn.MultiheadAttention
             seen = seen.flatten(0, -3)
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask.flatten(0, -2)

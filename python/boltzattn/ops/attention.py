@@ -6,11 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from boltzattn.dispatch import plan
 from boltzattn.dispatch.backends import Request
-from boltzattn.dispatch.torch_modes import without_autocast
-from boltzattn.ops.operator import Operator, batched, materialize, save, saved
+from boltzattn.dispatch.torch_modes import forward_mode_active, without_autocast
+from boltzattn.ops.operator import (
+    Operator,
+    batched,
+    materialize,
+    output_gradients,
+    save,
+    saved,
+)
 from boltzattn.problem import (
     Choice,
     Gradients,
@@ -49,7 +57,7 @@ def _forward_fake(*arguments: Any) -> Saved:
 
 def _backward_fake(*arguments: Any) -> Gradients:
     _, _, problem, _ = unflatten(arguments, OutputGradients, Saved, Problem, Choice)
-    return Gradients(*(x.new_empty(x.shape) for x in (problem.query, problem.key, problem.value)))
+    return Gradients(*(x.new_empty(x.shape) for x in problem.inputs))
 
 
 attention = Operator(
@@ -77,18 +85,17 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
         results, problem, choice = saved(ctx)
-        rest = (None,) * (len(problem) + len(choice) - len(Gradients._fields))
-        if grad_out is None and grad_lse is None:
-            return None, None, None, *rest
-        if grad_out is None:
-            grad_out = torch.zeros_like(results.out)
-        grads = OutputGradients(grad_out, grad_lse)
-        results = Saved(results.out.detach(), results.lse.detach())
-        return *attention_backward(*grads, *results, *problem, *choice), *rest
+        arguments = len(problem) + len(choice)
+        asked = output_gradients(grad_out, grad_lse, results)
+        if asked is None:
+            return (None,) * arguments
+        grads, results = asked
+        found = attention_backward(*grads, *results, *problem, *choice)
+        return *found, *(None,) * (arguments - len(found))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, tuple]:
-        return Attention.apply(*batched(info, in_dims, arguments)), (0, 0)
+        return tuple(attention(*batched(info, in_dims, arguments))), (0, 0)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -104,23 +111,21 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        grads, _, problem, choice = unflatten(inputs, OutputGradients, Saved, Problem, Choice)
-        save(ctx, grads, problem, choice)
+        save(ctx, *unflatten(inputs, OutputGradients, Saved, Problem, Choice))
 
     @staticmethod
     def backward(ctx: Any, *directions: Tensor | None) -> tuple:
-        grads, problem, choice = saved(ctx)
-        inputs = problem.query, problem.key, problem.value
-        moves = materialize(directions, inputs)
+        grads, _, problem, choice = saved(ctx)
+        moves = materialize(directions, problem.inputs)
         of_out, of_lse, *of_inputs = AttentionDoubleBackward.apply(
             *moves, *grads, *problem, *choice
         )
-        rest = (None,) * (len(problem) + len(choice) - len(inputs))
+        rest = (None,) * (len(problem) + len(choice) - len(moves))
         return of_out, of_lse, None, None, *of_inputs, *rest
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, tuple]:
-        return AttentionBackward.apply(*batched(info, in_dims, arguments)), (0, 0, 0)
+        return tuple(attention_backward(*batched(info, in_dims, arguments))), (0, 0, 0)
 
 
 class AttentionDoubleBackward(torch.autograd.Function):
@@ -164,20 +169,54 @@ class AttentionDoubleBackward(torch.autograd.Function):
         return results, tuple(None if x is None else 0 for x in results)
 
 
-attention.differentiate_by(Attention)
-attention_backward.differentiate_by(AttentionBackward)
+def tangent(results: Saved, problem: Problem, choice: Choice, tangents: tuple) -> Saved:
+    """The tangents of out and lse for those of query, key and value.
+
+    <tangents, backward(g)> is linear in g, and its gradient for g is what forward mode asks for.
+    """
+    zeros = OutputGradients(torch.zeros_like(results.out), torch.zeros_like(results.lse))
+    moves = materialize(tangents[:3], problem.inputs)
+    of_out, of_lse, *_ = AttentionDoubleBackward.apply(*moves, *zeros, *problem, *choice)
+    return Saved(of_out, of_lse)
+
+
+def _attention_jvp(ctx: Any, *tangents: Any) -> Saved:
+    results, problem, choice = saved(ctx)
+    return tangent(results, problem, choice, tangents)
+
+
+def _attention_backward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+    """Backward is linear in grads; its derivative by the inputs is a Hessian, so symmetric."""
+    grads, results, problem, choice = saved(ctx)
+    moved, _, by_input, _ = unflatten(tangents, OutputGradients, Saved, Problem, Choice)
+    moves = materialize(by_input.inputs, problem.inputs)
+    _, _, *found = AttentionDoubleBackward.apply(*moves, *grads, *problem, *choice)
+    if moved.out is not None or moved.lse is not None:
+        (grad_out,) = materialize((moved.out,), (grads.out,))
+        of_moved = attention_backward(grad_out, moved.lse, *results, *problem, *choice)
+        found = [a + b for a, b in zip(found, of_moved, strict=True)]
+    return tuple(found)
+
+
+attention.differentiate_by(Attention, _attention_jvp)
+attention_backward.differentiate_by(AttentionBackward, _attention_backward_jvp)
 attention.batch_by_vmap(2)
+
+
+def mask_is_differentiated(problem: Problem) -> bool:
+    """Whether a derivative by a mask is asked for, in reverse or in forward mode."""
+    for mask in (problem.attn_mask, problem.key_mask):
+        if mask is None or not mask.is_floating_point():
+            continue
+        if forward_mode_active() and forward_ad.unpack_dual(mask).tangent is not None:
+            return True
+        if mask.requires_grad and torch.is_grad_enabled():
+            return True
+    return False
 
 
 def attend(problem: Problem, choice: Choice) -> Saved:
     """Attention, differentiable in every argument."""
-    if torch.is_grad_enabled() and any(
-        mask is not None and mask.requires_grad for mask in (problem.attn_mask, problem.key_mask)
-    ):
-        if choice.backend not in ("auto", "reference"):
-            raise ValueError(
-                f"backend {choice.backend!r} cannot serve this call: it computes no gradient for "
-                "attn_mask or key_padding_mask; detach() the mask or use backend='reference'"
-            )
-        return reference_direct.dense(problem)
+    if mask_is_differentiated(problem):
+        return plan.choose(Request.of(problem, mask_gradient=True), choice).kernels(problem)
     return attention(*problem, *choice)

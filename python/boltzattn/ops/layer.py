@@ -12,7 +12,7 @@ their extents.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from boltzattn.ops.operator import Operator, materialize, save, saved
 from boltzattn.problem import (
     Choice,
     LayerGradients,
+    LayerOutputGradient,
     LayerProblem,
     OutputGradients,
     Problem,
@@ -34,10 +35,6 @@ from boltzattn.problem import (
 from boltzattn.transform.stages import Extent
 
 _AUTO = Choice("auto", "auto")
-
-
-class _OutputGradient(NamedTuple):
-    grad_out: Tensor
 
 
 def _request(problem: LayerProblem) -> Request:
@@ -129,7 +126,7 @@ def _project_fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 layer = Operator(f"layer({schema(LayerProblem, Choice)}) -> Tensor", _forward, _forward_fake)
 layer_backward = Operator(
-    f"layer_backward({schema(_OutputGradient, LayerProblem, Choice)}) "
+    f"layer_backward(Tensor grad_out, {schema(LayerProblem, Choice)}) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight)",
     _backward,
     _backward_fake,
@@ -207,7 +204,7 @@ class LayerBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        save(ctx, *unflatten(inputs, _OutputGradient, LayerProblem, Choice))
+        save(ctx, *unflatten(inputs, LayerOutputGradient, LayerProblem, Choice))
 
     @staticmethod
     def backward(ctx: Any, *directions: Tensor | None) -> tuple:
@@ -228,7 +225,7 @@ class LayerDoubleBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         directions, (grad_out,), problem = unflatten(
-            arguments, LayerGradients, _OutputGradient, LayerProblem
+            arguments, LayerGradients, LayerOutputGradient, LayerProblem
         )
         with torch.enable_grad():
             leaves = [

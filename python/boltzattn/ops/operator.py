@@ -6,15 +6,15 @@ backend are chosen inside the operator: a compiled graph holds one node for ever
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from boltzattn.dispatch.torch_modes import may_bypass_dispatcher
-from boltzattn.problem import unflatten
+from boltzattn.dispatch.torch_modes import forward_mode_active, may_bypass_dispatcher
+from boltzattn.problem import TENSOR_FIELDS, OutputGradients, Saved
 
 library = torch.library.Library("boltzattn", "FRAGMENT")
 
@@ -32,20 +32,27 @@ class Operator:
         self.name = schema.partition("(")[0]
         self.kernel = kernel
         self.function: Any = None
+        self.eager_function: Any = None
+        self.forward_mode_function: Any = None
         library.define(schema)
         library.impl(self.name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"boltzattn::{self.name}", fake, lib=library)
         self.overload = getattr(torch.ops.boltzattn, self.name).default
 
-    def differentiate_by(self, function: type[torch.autograd.Function]) -> None:
-        """Make the operator differentiable; its arguments are those of `function.apply`."""
+    def differentiate_by(
+        self, function: type[torch.autograd.Function], jvp: Callable | None = None
+    ) -> None:
+        """Make the operator differentiable; its arguments are those of `function.apply`.
+
+        `jvp` computes tangents in forward mode; without it forward mode raises.
+        """
         self.function = function
-        # torch inspects the signature of `forward` at every call, which takes longer than a small
-        # call, unless it is there already.
-        forward: Any = function.forward
-        forward.__signature__ = inspect.signature(forward)
+        self.eager_function = _without_setup_context(function, self.kernel)
+        self.forward_mode_function = with_jvp(function, jvp) if jvp else function
 
         def autograd_kernel(*arguments: Any) -> Any:
+            if forward_mode_active():
+                return self.forward_mode_function.apply(*arguments)
             if needs_gradient(arguments):
                 return self.function.apply(*arguments)
             with torch._C._AutoDispatchBelowAutograd():
@@ -62,9 +69,13 @@ class Operator:
         torch.library.register_vmap(f"boltzattn::{self.name}", rule, lib=library)
 
     def __call__(self, *arguments: Any) -> Any:
-        if needs_gradient(arguments):
-            return self.function.apply(*arguments)
-        return self.run(*arguments)
+        if forward_mode_active():
+            return self.forward_mode_function.apply(*arguments)
+        if not needs_gradient(arguments):
+            return self.run(*arguments)
+        if may_bypass_dispatcher(arguments):
+            return self.eager_function.apply(*arguments)
+        return self.function.apply(*arguments)
 
     def run(self, *arguments: Any) -> Any:
         """The operator without its gradient: the `forward` of its autograd.Function."""
@@ -72,6 +83,28 @@ class Operator:
             with torch._C._AutoDispatchBelowAutograd():
                 return self.kernel(*arguments)
         return self.overload(*arguments)
+
+
+def with_jvp(function: type[torch.autograd.Function], jvp: Callable) -> Any:
+    """The same Function for forward mode: torch.compile rejects every Function that has a jvp."""
+    return type(function.__name__, (function,), {"jvp": staticmethod(jvp)})
+
+
+def _without_setup_context(function: Any, kernel: Callable) -> type[torch.autograd.Function]:
+    """The same Function for plain eager mode.
+
+    The separate `setup_context` is what torch.func asks for; it makes torch bind the arguments to
+    the signature at every call, which takes as long as attention over a few tokens.
+    """
+
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            results = kernel(*arguments)
+        function.setup_context(ctx, arguments, results)
+        return results
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
+    return type(function.__name__, (torch.autograd.Function,), members)
 
 
 def batched(info: Any, in_dims: tuple, arguments: tuple[Any, ...]) -> list[Any]:
@@ -97,18 +130,32 @@ def materialize(grads: tuple[Tensor | None, ...], like: tuple[Tensor, ...]) -> l
     ]
 
 
+def output_gradients(
+    grad_out: Tensor | None, grad_lse: Tensor | None, results: Saved
+) -> tuple[OutputGradients, Saved] | None:
+    """What backward starts from, or None if autograd asks for nothing."""
+    if grad_out is None and grad_lse is None:
+        return None
+    grad_out = torch.zeros_like(results.out) if grad_out is None else grad_out
+    return OutputGradients(grad_out, grad_lse), Saved(results.out.detach(), results.lse.detach())
+
+
 def save(ctx: Any, *tuples: Any) -> None:
     """Keep tuples for backward; `saved` returns them."""
-    fields = [x for one in tuples for x in one]
-    ctx.kinds = tuple(type(one) for one in tuples)
-    ctx.others = tuple(None if isinstance(x, Tensor) else x for x in fields)
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in fields))
+    tensors: list[Tensor | None] = []
+    ctx.kinds_and_numbers = kinds_and_numbers = []
+    for one in tuples:
+        count = TENSOR_FIELDS[type(one)]
+        tensors += one[:count]
+        kinds_and_numbers.append((type(one), one[count:]))
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
 
 
 def saved(ctx: Any) -> list[Any]:
-    fields = [
-        other if tensor is None else tensor
-        for tensor, other in zip(ctx.saved_tensors, ctx.others, strict=True)
+    tensors = iter(ctx.saved_tensors)
+    return [
+        kind._make((*islice(tensors, TENSOR_FIELDS[kind]), *numbers))
+        for kind, numbers in ctx.kinds_and_numbers
     ]
-    return unflatten(fields, *ctx.kinds)

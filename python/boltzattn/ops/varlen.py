@@ -9,7 +9,7 @@ suits its length.
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,31 +17,28 @@ from torch import Tensor
 from boltzattn.dispatch import backends, plan
 from boltzattn.dispatch.backends import Request
 from boltzattn.dispatch.torch_modes import without_autocast
-from boltzattn.ops.attention import attention_backward
-from boltzattn.ops.operator import Operator, save, saved
+from boltzattn.ops.attention import attention_backward, tangent
+from boltzattn.ops.operator import Operator, materialize, output_gradients, save, saved
 from boltzattn.problem import (
     Choice,
     Gradients,
     OutputGradients,
     Problem,
     Saved,
+    Starts,
     accumulate_dtype,
     schema,
     unflatten,
 )
 
 
-class Starts(NamedTuple):
-    """Where sequences start, and in the last entry where they end: `[sequences + 1]`."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-
-
 def _bounds(name: str, starts: Tensor, total: int) -> list[int]:
     bounds = starts.tolist()
-    if bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in itertools.pairwise(bounds)):
-        shown = str(bounds) if len(bounds) <= 8 else f"[{bounds[0]}, ..., {bounds[-1]}]"
+    falls = next((i for i, (a, b) in enumerate(itertools.pairwise(bounds)) if a > b), None)
+    if falls is not None or bounds[0] != 0 or bounds[-1] != total:
+        shown = f"{bounds[0]} at first and {bounds[-1]} at last"
+        if falls is not None:
+            shown = f"{bounds[falls]} followed by {bounds[falls + 1]} at index {falls + 1}"
         raise ValueError(f"{name} must rise from 0 to the number of rows, {total}, got {shown}")
     return bounds
 
@@ -150,8 +147,7 @@ def _forward_fake(*arguments: Any) -> Saved:
 
 def _backward_fake(*arguments: Any) -> Gradients:
     *_, problem, _, _ = unflatten(arguments, OutputGradients, Saved, Problem, Starts, Choice)
-    inputs = problem.query, problem.key, problem.value
-    return Gradients(*(_rows_first(x, x.shape[-1]) for x in inputs))
+    return Gradients(*(_rows_first(x, x.shape[-1]) for x in problem.inputs))
 
 
 varlen = Operator(
@@ -182,18 +178,27 @@ class VarlenAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
         results, problem, starts, choice = saved(ctx)
-        rest = (None,) * (len(problem) + len(starts) + len(choice) - len(Gradients._fields))
-        if grad_out is None and grad_lse is None:
-            return None, None, None, *rest
-        if grad_out is None:
-            grad_out = torch.zeros_like(results.out)
-        grads = OutputGradients(grad_out, grad_lse)
-        results = Saved(results.out.detach(), results.lse.detach())
+        arguments = len(problem) + len(starts) + len(choice)
+        asked = output_gradients(grad_out, grad_lse, results)
+        if asked is None:
+            return (None,) * arguments
+        grads, results = asked
         if torch.is_grad_enabled():
             found = _differentiable_backward(grads, results, problem, starts, choice)
         else:
             found = varlen_backward(*grads, *results, *problem, *starts, *choice)
-        return *found, *rest
+        return *found, *(None,) * (arguments - len(found))
+
+
+def _varlen_jvp(ctx: Any, *tangents: Any) -> Saved:
+    results, problem, starts, choice = saved(ctx)
+    moves = materialize(tangents[:3], problem.inputs)
+    found = Saved(*(x.new_zeros(x.shape) for x in results))
+    for q, k in Sequences(problem, starts, choice).rows:
+        cut = tuple(move[..., rows, :] for move, rows in zip(moves, (q, k, k), strict=True))
+        one = tangent(results.rows(q), problem.rows(q, k), choice, cut)
+        found.out[..., q, :], found.lse[..., q] = one
+    return found
 
 
 def _differentiable_backward(
@@ -204,8 +209,8 @@ def _differentiable_backward(
         for q, k in Sequences(problem, starts, choice).rows
     ]
     if not parts:
-        return [torch.zeros_like(x) for x in (problem.query, problem.key, problem.value)]
+        return [torch.zeros_like(x) for x in problem.inputs]
     return [torch.cat(of_one, -2) for of_one in zip(*parts, strict=True)]
 
 
-varlen.differentiate_by(VarlenAttention)
+varlen.differentiate_by(VarlenAttention, _varlen_jvp)

@@ -70,7 +70,7 @@ def _mix32(x: Tensor) -> Tensor:
 def dropout_keep(seed: Tensor, rows: slice, n_k: int, dropout_p: float) -> Tensor:
     """Which weights survive dropout, [*L, rows, n_k]: a function of (seed of the head, row, key).
 
-    The pattern depends on positions alone, not on threads or on the backend; csrc/cpu/dropout.h
+    The pattern depends on positions alone, not on threads or on the backend; csrc/spec/dropout.h
     computes the same bits.
     """
     low32 = 0xFFFFFFFF

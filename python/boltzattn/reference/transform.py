@@ -86,7 +86,6 @@ class Half(NamedTuple):
     nodes: slice  # of these panels
     end: float  # the end key
     end_value: Tensor  # [dv]
-    node_gap: Tensor  # [key nodes, 1] s_b - end
     kernel: Tensor  # [query nodes, key nodes] exp(t_a (s_b - end))
 
 
@@ -162,7 +161,7 @@ class Head:
             measured = totals + counts * (self.by_key_node(centre) - end_value)
             columns = torch.cat([measured, counts], 1)
             parts.append(kernel @ torch.cat([columns, gap * columns], 1))
-            halves.append(Half(panels, nodes, end, end_value, gap, kernel))
+            halves.append(Half(panels, nodes, end, end_value, kernel))
         total, z, total_slope, z_slope = torch.cat(parts).split([dv, 1, dv, 1], 1)
         mean, mean_gap = total / z, z_slope / z
         slope = total_slope / z - mean * mean_gap
@@ -411,7 +410,7 @@ def forward(problem: Problem) -> Saved:
 
 
 def _zeros(problem: Problem) -> Gradients:
-    return Gradients(*(x.new_zeros(x.shape) for x in (problem.query, problem.key, problem.value)))
+    return Gradients(*(x.new_zeros(x.shape) for x in problem.inputs))
 
 
 def backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradients:

@@ -1,8 +1,8 @@
 """The theory of one-layer rank-1 attention as running code; `python -m boltzattn.theory` shows it.
 
-After Kajitsuka & Sato, "Are Transformers with One Layer Self-Attention Using Low-Rank Weight
+It follows Kajitsuka & Sato, "Are Transformers with One Layer Self-Attention Using Low-Rank Weight
 Matrices Universal Approximators?", ICLR 2024. Every construction is a `OneLayerTransformer` in the
-paper's form, and is checked by evaluating it. Needs scipy: `pip install 'boltzattn[theory]'`.
+paper's form and is checked by evaluating it. Needs scipy: `pip install 'boltzattn[theory]'`.
 """
 
 from boltzattn.theory.approximation import (

@@ -1,4 +1,4 @@
-"""`python -m boltzattn.theory`: every result of the theory, once, with a table and a figure."""
+"""Show every result of the theory once, with a table and a figure."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ from boltzattn.theory.boltzmann import (
 from boltzattn.theory.construction import construct_attention, evaluate
 from boltzattn.theory.hardmax import prouhet_pair, search_hardmax_weights, temperature_scan
 from boltzattn.theory.memorization import memorize, random_task
-from boltzattn.theory.separation import ResolutionWarning
-
-# Okabe and Ito's colours, distinguishable with any colour vision; markers differ as well.
-BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#CC79A7",
-    "#666666",
+from boltzattn.theory.presentation import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    RED,
+    format_table,
+    save_figure,
 )
+from boltzattn.theory.separation import ResolutionWarning
 
 
 def main() -> None:
@@ -44,7 +43,6 @@ def main() -> None:
         "--out", type=Path, default=Path("theory-figures"), help="folder for the figures"
     )
     out = parser.parse_args().out
-    pyplot = _pyplot()
     out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     results: dict[str, Callable[[Any], None]] = {
@@ -55,17 +53,13 @@ def main() -> None:
         "approximation": show_approximation,
     }
     for name, show in results.items():
-        figure = pyplot.figure(figsize=(9, 3.6), layout="constrained")
-        figure.get_layout_engine().set(wspace=0.05)
         with warnings.catch_warnings():
-            # What these warn of is the subject of the tables.
+            # The tables show what these warnings are about.
             warnings.simplefilter("ignore", ResolutionWarning)
             warnings.simplefilter("ignore", EquivarianceWarning)
-            show(figure)
-        figure.savefig(out / f"{name}.png", dpi=150)
-        pyplot.close(figure)
-        print(f"-> {out / name}.png\n")
-    print(f"all in {time.perf_counter() - start:.1f} s")
+            save_figure(show, out / f"{name}.png")
+        print(f"wrote {out / name}.png\n")
+    print(f"{time.perf_counter() - start:.1f} s in total")
 
 
 def show_boltzmann(figure: Any) -> None:
@@ -89,7 +83,7 @@ def show_boltzmann(figure: Any) -> None:
                 f"{float(deficit.max()):.4f}",
             ),
             (
-                f"slope of entries {decreasing_below(8):.2f} below the max, negative",
+                f"derivative for entries {decreasing_below(8):.2f} below the max, negative",
                 f"{float(gradient[far].max()):.1e}",
             ),
         ],
@@ -100,15 +94,15 @@ def show_boltzmann(figure: Any) -> None:
         vectors = torch.cat([torch.zeros(400, 1), x[:, None].expand(400, count)], 1)
         label = f"one entry at 0, {count} at x"
         left.plot(x, boltz(vectors), style, color=colour, label=label)
-    left.set(xlabel="x", ylabel="boltz", title="Raising far entries lowers the value")
-    left.legend(frameon=False)
+    left.set(xlabel="x", ylabel="boltz", title="Raising small entries lowers the value")
+    left.legend()
     t = np.geomspace(1e-2, 20, 200)
     for values, colour, style in (((1, 2, 5, 6), BLUE, "-"), ((1, 3, 4, 6), ORANGE, "--")):
         vector = torch.tensor(values, dtype=torch.float64)
         means = [tempered_mean(vector, s) for s in t]
         right.semilogx(t, means, style, color=colour, label=str(values))
     right.set(xlabel="t", ylabel="boltz(t a) / t", title="From the mean to the maximum")
-    right.legend(frameon=False)
+    right.legend()
 
 
 def show_contextual(figure: Any) -> None:
@@ -134,14 +128,14 @@ def show_contextual(figure: Any) -> None:
             "data",
             "theorem promises",
             "theorem, exact",
-            "in fp64",
+            "theorem, in fp64",
             "measured, exact",
             "practical",
             "bits",
         ),
         rows,
     )
-    print("In fp64 the weights of the theorem are a hardmax: the gap is there, but not in floats.")
+    print("In fp64 the weights of the theorem are a hardmax: floats do not resolve the gap.")
     axis = figure.subplots()
     columns = (
         ("theorem: promised", 1, RED, -0.3),
@@ -157,13 +151,13 @@ def show_contextual(figure: Any) -> None:
     axis.text(len(rows) - 0.22, 18, "fp64 ends", color=GREY, va="bottom", ha="right")
     axis.set_yscale("log")
     axis.set_xticks(range(len(rows)), [row[0] for row in rows])
-    axis.set(ylabel="digits, -log10(gap)", title="Digits needed to see two context ids apart")
+    axis.set(ylabel="digits, -log10(gap)", title="Digits needed to distinguish two context ids")
     axis.set_ylim(top=1e10)
-    axis.legend(frameon=False, ncols=4, loc="upper center", fontsize=9)
+    axis.legend(ncols=4, loc="upper center")
 
 
 def show_hardmax(figure: Any) -> None:
-    print("3. Hardmax and the mean fail where softmax separates")
+    print("3. Hardmax and the mean fail, softmax does not")
     found = search_hardmax_weights(500)
     _table(
         ("(1, 2, 5, 6)x against (1, 3, 4, 6)x, 500 random layers of 1-4 heads", "relative gap"),
@@ -184,32 +178,33 @@ def show_hardmax(figure: Any) -> None:
         rows.append(
             (degree, len(pair.first), f"{betas[best]:.2f}", f"{gaps[best]:.2g}", f"{gaps[-1]:.1g}")
         )
-        # Below rounding the curve is noise.
+        # Smaller gaps are rounding noise.
         seen = gaps > 1e-14 * top
-        label = f"power sums equal to degree {degree}"
+        label = f"equal power sums up to degree {degree}"
         axis.loglog(betas[seen], gaps[seen], color=colour, linestyle=style, label=label)
-    _table(("power sums equal to degree", "tokens", "best t", "gap there", "gap at t = 10"), rows)
+    header = ("equal power sums up to degree", "tokens", "best t", "gap at best t", "gap at t = 10")
+    _table(header, rows)
     axis.set(
         xlabel="t = inverse temperature of the shared token (0: mean, infinity: hardmax)",
         ylabel="gap at the shared token",
-        title="An interior temperature is needed",
+        title="Intermediate temperatures separate best",
         ylim=(1e-14, 10),
     )
-    axis.legend(frameon=False, loc="lower right")
+    axis.legend(loc="lower right")
 
 
 def show_memorization(figure: Any) -> None:
-    print("4. Memorization: random labels, 10 classes, reproduced by the module")
+    print("4. Memorization: random labels, 10 classes")
     rows, ids, gaps, right = [], [], [], []
     sizes = [(3, 6, 20, 4), (4, 12, 100, 8), (6, 20, 200, 16), (8, 30, 300, 16), (8, 40, 600, 16)]
     for n, vocabulary, count, d in [*sizes, (16, 60, 1000, 16)]:
         x, y = random_task(n, vocabulary, count, d)
         model = memorize(x, y)
         report = model.report
-        shares = [report.accuracy or 0.0]  # None is for labels that are no integers
+        shares = [report.accuracy or 0.0]  # never None: the labels are integers
         for dtype in (torch.float32, torch.bfloat16):
             if dtype == torch.bfloat16 and report.ids > 2000:
-                shares.append(math.nan)  # slow on a CPU, and long hopeless
+                shares.append(math.nan)  # slow on a CPU, and wrong for fewer ids already
                 continue
             outputs = torch.stack(evaluate(model.to(dtype), x))
             shares.append(float((outputs[..., 0].round() == y).double().mean()))
@@ -234,24 +229,24 @@ def show_memorization(figure: Any) -> None:
     m = np.array(ids)
     left.loglog(m, gaps, "o-", color=BLUE, label="practical construction")
     left.loglog(m, 5.0 / m**2, "--", color=GREY, label="5 / ids$^2$")
-    left.set(xlabel="context ids", ylabel="smallest gap / range", title="Room between ids")
-    left.legend(frameon=False)
+    left.set(xlabel="context ids", ylabel="smallest gap / range", title="Gaps between ids")
+    left.legend()
     styles = (("fp64", BLUE, "o-"), ("fp32", ORANGE, "s--"), ("bf16", GREEN, "^:"))
     for column, (label, colour, style) in enumerate(styles):
         other.semilogx(m, [100 * row[column] for row in right], style, color=colour, label=label)
-    other.set(xlabel="context ids", ylabel="labels right, %", title="The same weights, rounded")
+    other.set(xlabel="context ids", ylabel="correct labels, %", title="The same weights, rounded")
     other.set_ylim(-3, 105)
-    other.legend(frameon=False, loc=(0.05, 0.5))
+    other.legend(loc=(0.05, 0.5))
 
 
 def show_approximation(figure: Any) -> None:
-    print("5. Universal approximation: distance of the module from f, by grid")
+    print("5. Universal approximation: L2 distance between the module and f, by grid")
     left, right = figure.subplots(1, 2)
     Curve = tuple[str, str, int, int, tuple[int, ...], dict[str, bool], str, str]
     smooth: tuple[Curve, ...] = (
         ("wave, d=1 n=2", "wave", 1, 2, (4, 8, 16, 32), {}, BLUE, "o-"),
         ("wave, d=1 n=3", "wave", 1, 3, (4, 8, 16), {}, ORANGE, "s-"),
-        ("same, repeats dropped", "wave", 1, 3, (4, 8, 16), {"repeats": False}, RED, "x:"),
+        ("same, no repeated cells", "wave", 1, 3, (4, 8, 16), {"repeats": False}, RED, "x:"),
         ("wave, d=2 n=2", "wave", 2, 2, (2, 4, 8), {}, GREEN, "^-"),
     )
     rest: tuple[Curve, ...] = (
@@ -275,7 +270,7 @@ def show_approximation(figure: Any) -> None:
                 axis.axhline(reports[-1].asymmetry, color=GREY, linestyle="--", linewidth=1)
                 axis.text(4, 0.95 * reports[-1].asymmetry, "asymmetry of f", color=GREY, va="top")
         axis.set(xlabel="cells per coordinate", ylabel="$L_2$ error")
-        axis.legend(frameon=False, fontsize=9)
+        axis.legend()
     right.set_ylim(bottom=0.018)
     left.set_title("Lipschitz f: slope -1")
     right.set_title("Controls")
@@ -283,11 +278,7 @@ def show_approximation(figure: Any) -> None:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    for row in cells:
-        first, *others = zip(row, widths, strict=True)
-        print("  ".join(["", first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]))
+    print(format_table((header, rows)))
 
 
 def _worst(error: torch.Tensor) -> str:
@@ -296,20 +287,6 @@ def _worst(error: torch.Tensor) -> str:
 
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit(
-            "python -m boltzattn.theory draws figures with matplotlib; "
-            "install it with pip install 'boltzattn[theory]'"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 if __name__ == "__main__":

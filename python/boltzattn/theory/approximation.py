@@ -1,7 +1,8 @@
 """Universal approximation: a one-layer transformer close to a given permutation-equivariant f.
 
-The first network rounds every coordinate to a grid, the attention of `construct_attention` gives
-every (grid point, context) a number of its own, and the second network looks the value up.
+The first network rounds every coordinate to a grid, the attention of `construct_attention` maps
+every (grid point, context) to a different number, its id, and the second network looks up the
+value.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from boltzattn.theory.memorization import step_network
 
 Function = Callable[[Tensor], Tensor]
 
-# f counts as equivariant if shuffling moves it by less than this share of its size (fp64 noise).
+# f counts as equivariant if shuffling changes it by less than this share of its size.
 _EQUIVARIANCE = 1e-9
 _MAX_IDS = 100_000
-# All n! orders are averaged for the symmetrisation of f, up to this n.
+# Largest n for which f is averaged over all n! orders.
 _MAX_SYMMETRISED = 7
 
 
 class EquivarianceWarning(UserWarning):
-    """f depends on the order of the tokens; the message says by how much."""
+    """f depends on the order of the tokens; the message says how much."""
 
 
 @dataclass(frozen=True)
 class ApproximationReport:
-    """What `approximate` built and how far its module is from f.
+    """What `approximate` built, and the distance of its module from f.
 
     Distances are `(E |f - g|^2)^(1/2)` over uniform points of the domain, estimated from samples.
 
@@ -46,12 +47,12 @@ class ApproximationReport:
         grid: cells per coordinate.
         ids: number of (grid point, context) pairs.
         hidden: neurons of the two networks.
-        relative_gap, noise: smallest distance of two ids along the reading direction, and how far
-            points of one cell come apart there; both over the range.
+        relative_gap, noise: smallest distance between two ids along the reading direction, and
+            largest distance between ids of the same cell; both divided by the range of the ids.
         error: distance of the module from f.
-        grid_error: distance of f from its value at the centre of the cell: what the grid costs.
+        grid_error: distance of f from its value at the centre of the cell, the cost of the grid.
         asymmetry: distance of f from its symmetrisation, a floor for the error (0 if equivariant).
-        ramp_share: upper bound of the share of points in a ramp of the rounding network.
+        ramp_share: upper bound on the share of points in a ramp of the rounding network.
         repeat_share: share of points with two tokens in one cell.
     """
 
@@ -90,27 +91,27 @@ def approximate(
     """Build a transformer `[.., n, d] -> [.., n, d]` close to `f` on the unit cube.
 
     Args:
-        f: takes fp64 `[B, n, d]` with entries in [0, 1], returns `[B, n, k]` with `k <= d`;
-            shuffling tokens must shuffle results. If it does not, its symmetrisation is built
-            (nothing closer exists) and an `EquivarianceWarning` gives the distance between them.
+        f: takes fp64 `[B, n, d]` with entries in [0, 1] and returns `[B, n, k]` with `k <= d`.
+            Shuffling tokens must shuffle results. Otherwise the symmetrisation of f is built (no
+            closer function exists), and an `EquivarianceWarning` gives the distance between them.
         d, n: width and number of tokens.
-        grid: cells per coordinate. There are about `grid^(d n) / (n-1)!` ids, each a neuron or
-            two; some ten thousand is what fp64 resolves.
-        repeats: give ids to contexts with two tokens in one cell, too. The paper leaves them
-            out, which costs an error proportional to the root of their share.
-        positions: f may depend on the order. The module then takes `add_positions(x)`, which
-            moves token k to [k, k+1]; there are n times as many grid points.
-        ramp: width of the steps of the rounding network, as a share of a cell. In a ramp the
-            result is wrong, so its measure is part of the error; its slope amplifies rounding.
-        samples: points to estimate the errors with.
-        seed: for these points.
+        grid: cells per coordinate. There are about `grid^(d n) / (n-1)!` ids, with one or two
+            neurons each; fp64 resolves about ten thousand.
+        repeats: whether contexts with two tokens in one cell get ids too. The paper omits them,
+            which costs an error proportional to the root of their share.
+        positions: whether f may depend on the order. The module then takes `add_positions(x)`,
+            which moves token k to [k, k+1]; there are n times as many grid points.
+        ramp: width of a step of the rounding network, as a share of a cell. In a ramp the result is
+            wrong, so a wide ramp adds to the error; a narrow ramp amplifies rounding errors.
+        samples: number of points for estimating the errors.
+        seed: seed of these points.
 
     Returns:
         The module (fp64; coordinates `0..k-1` of its result approximate f). Its `report` is an
         `ApproximationReport`.
 
     Raises:
-        ValueError: if the grid asks for more ids than fp64 can tell apart.
+        ValueError: if the grid has more ids than fp64 can distinguish.
 
     Example:
         >>> model = approximate(TARGETS["product"], d=1, n=2, grid=8)
@@ -122,8 +123,8 @@ def approximate(
     target, asymmetry = f, 0.0
     if not positions and (asymmetry := _asymmetry(f, d, n, samples, seed)):
         warnings.warn(
-            f"f is not permutation equivariant: it is {asymmetry:.3g} away from its "
-            "symmetrisation, and no transformer without positions comes closer; "
+            f"f is not permutation equivariant: its distance from its symmetrisation is "
+            f"{asymmetry:.3g}, and no transformer without positions comes closer; "
             "pass positions=True",
             EquivarianceWarning,
             stacklevel=2,
@@ -141,10 +142,10 @@ def approximate(
         )
     steps = grid * n if positions else grid
     ff1 = rounding_network(d, steps, 1 / grid, ramp)
-    rounded = torch.round(placed * grid + 0.5) / grid  # what ff1 is to return, without its noise
+    rounded = torch.round(placed * grid + 0.5) / grid  # the exact output of ff1
     head = construct_attention(rounded, v=torch.from_numpy(digit_direction(d, steps)))
 
-    # A token that occurs twice in a context has one id and, f being equivariant, one value.
+    # A token that occurs twice in a context has one id and one value, because f is equivariant.
     once = np.ones(cells.shape[:2], dtype=bool)
     if not positions:
         once[:, 1:] = (cells[:, 1:] != cells[:, :-1]).any(2)
@@ -154,9 +155,9 @@ def approximate(
     gap = float(keys.diff().min()) if len(keys) > 1 else extent
     if gap <= SAFETY * noise:
         raise ValueError(
-            f"grid={grid} with d={d}, n={n} asks for {len(keys)} ids; the closest are "
+            f"grid={grid} with d={d}, n={n} has {len(keys)} ids; the closest are "
             f"{gap / extent:.3g} of their range apart, not above {SAFETY:g} times the noise of "
-            f"{noise / extent:.2g}. Use a smaller grid, or a wider ramp (its slope makes the noise)"
+            f"{noise / extent:.2g}. Use a smaller grid, or a wider ramp, whose slope is smaller"
         )
     looked_up = values[torch.from_numpy(once)][order].numpy()
     ff2 = step_network(keys.numpy(), looked_up, head.v.numpy(), "plateau")
@@ -180,13 +181,13 @@ def approximate(
 
 
 def rounding_network(d: int, steps: int, height: float, ramp: float) -> FeedForward:
-    """A network that rounds each coordinate up to a multiple of `height`, skip cancelled.
+    """A network that rounds each coordinate up to a multiple of `height` and cancels the skip.
 
     Args:
         d: width.
         steps: number of steps; the last is reached at `(steps - 1) * height`.
-        height: of a step, and distance between steps.
-        ramp: the width of a step's ramp is `ramp * height`.
+        height: height of a step and distance between steps.
+        ramp: the ramp of a step is `ramp * height` wide.
 
     Example:
         >>> net = rounding_network(1, steps=4, height=0.25, ramp=1e-3)
@@ -269,7 +270,7 @@ def _position(x: Tensor) -> Tensor:
 
 
 # Functions to approximate: two smooth ones, a soft neighbourhood mean, the discontinuous rank of a
-# token (no uniform approximation, but an L_p one), and `k x_k`, which is not equivariant.
+# token (which can be approximated in L_p but not uniformly), and `k x_k`, which is not equivariant.
 TARGETS: dict[str, Function] = {
     "product": lambda x: x * x.mean(-2, True),
     "wave": _wave,
@@ -289,13 +290,13 @@ def _check_sizes(d: int, n: int, grid: int, ramp: float, positions: bool) -> Non
     ids = n * points**n if positions else points * math.comb(points + n - 2, n - 1)
     if ids > _MAX_IDS:
         raise ValueError(
-            f"grid={grid} with d={d}, n={n} has {ids} ids, up to two neurons each, of which fp64 "
-            f"resolves some ten thousand; at most {_MAX_IDS} are tried: use a smaller grid, d or n"
+            f"grid={grid} with d={d}, n={n} has {ids} ids; the limit is {_MAX_IDS}, and fp64 "
+            "resolves about ten thousand; use a smaller grid, d or n"
         )
 
 
 def _contexts(d: int, n: int, grid: int, repeats: bool, positions: bool) -> np.ndarray:
-    """Every context as cell numbers `[contexts, n, d]`, tokens sorted unless they have places."""
+    """Every context as cell numbers `[contexts, n, d]`, sorted unless tokens have positions."""
     points = np.stack(np.meshgrid(*[np.arange(grid)] * d, indexing="ij"), -1).reshape(-1, d)
     index = range(len(points))
     chosen: Iterable[tuple[int, ...]]
@@ -308,7 +309,7 @@ def _contexts(d: int, n: int, grid: int, repeats: bool, positions: bool) -> np.n
     rows = np.array(list(chosen))
     if not len(rows):
         raise ValueError(
-            f"grid={grid} has {grid**d} points, too few for n={n} different ones; pass repeats=True"
+            f"grid={grid} has only {grid**d} points for n={n} different tokens; pass repeats=True"
         )
     return points[rows]
 
@@ -336,9 +337,9 @@ def _read(
 
 
 def _asymmetry(f: Function, d: int, n: int, samples: int, seed: int) -> float:
-    """Distance of f from its symmetrisation; 0 if swapping and rotating shows no difference.
+    """Distance of f from its symmetrisation; 0 if swapping and rotating tokens changes nothing.
 
-    One swap of neighbours and one rotation generate all orders.
+    A swap of neighbours and a rotation generate all orders.
     """
     x = _uniform(samples, n, d, seed)
     few = x[:100]
@@ -354,7 +355,7 @@ def _asymmetry(f: Function, d: int, n: int, samples: int, seed: int) -> float:
     if n > _MAX_SYMMETRISED:
         raise ValueError(
             f"f must be permutation equivariant for n > {_MAX_SYMMETRISED}, got n = {n} and "
-            f"results that move by {moved:.3g} with the order; the mean over all n! orders, which "
-            "would be built instead, takes too long"
+            f"results that change by {moved:.3g} with the order; averaging f over all n! orders "
+            "takes too long"
         )
     return distance(f, symmetrised(f), x)

@@ -1,8 +1,8 @@
-"""The Boltzmann operator as an object of study: identities, bounds, and gaps far below fp64.
+"""The Boltzmann operator: identities, bounds, and gaps far below the resolution of fp64.
 
-`boltz(a) = sum_i a_i softmax(a)_i` is what a rank-1 attention head computes: the head sends query
-`q` to `boltz(t P) / t` with `t = beta P_q`, where `P_k` are the projected tokens. The value itself
-is `boltzattn.boltz`; this file holds what the theory says about it.
+A rank-1 attention head computes `boltz(a) = sum_i a_i softmax(a)_i`: it maps query `q` to
+`boltz(t P) / t` with `t = beta P_q`, where `P_k` are the projected tokens. `boltzattn.boltz`
+computes the value; this file has what the theory says about it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from torch import Tensor
 
 from boltzattn.boltz_operator import boltz
 
-# Rounding unit of the fp64 sums in `boltz_gap`, with room for a few roundings per term.
+# A few rounding errors per term of the fp64 sums in `boltz_gap`.
 _ROUNDING = 8 * 2.0**-53
 
 
 class BoltzPair(NamedTuple):
-    """`boltz(a) = top - deficit`, kept apart because the difference may round to `top`."""
+    """`boltz(a) = top - deficit`, as two numbers because the difference may round to `top`."""
 
     top: Tensor
     deficit: Tensor
 
 
 class Gap(NamedTuple):
-    """A signed number `sign * exp(log)`, for differences too small for any float.
+    """A number `sign * exp(log)`, for differences too small for any float.
 
-    `relative_error` bounds the rounding error of the magnitude; at 1 and above the sign is noise.
+    `relative_error` bounds the rounding error of the magnitude; if it is 1 or more, the sign is
+    noise.
     """
 
     sign: int
@@ -58,8 +59,8 @@ def boltz_pair(a: Tensor, dim: int = -1) -> BoltzPair:
 def tempered_mean(a: Tensor, t: float, dim: int = -1) -> Tensor:
     """`sum_i a_i softmax(t a)_i`, which is `boltz(t a) / t`, and the mean at `t = 0`.
 
-    It is the derivative of `logsumexp(t a)` in `t` and never decreases: from the mean at 0 to the
-    maximum at infinity.
+    It is the derivative of `logsumexp(t a)` in `t` and increases from the mean at 0 to the maximum
+    at infinity.
 
     Example:
         >>> tempered_mean(torch.tensor([1.0, 2.0, 5.0, 6.0]), 0.0)
@@ -72,7 +73,7 @@ def boltz_gradient(a: Tensor) -> Tensor:
     """The gradient `p_i (1 + a_i - boltz(a))` over the last dimension; its entries sum to 1.
 
     Example:
-        >>> boltz_gradient(torch.tensor([0.0, 5.0]))[0] < 0  # a far entry drags the value down
+        >>> boltz_gradient(torch.tensor([0.0, 5.0]))[0] < 0  # raising it lowers the value
         tensor(True)
     """
     return torch.softmax(a, -1) * (1 + a - boltz(a).unsqueeze(-1))
@@ -97,8 +98,8 @@ def boltz_hessian(a: Tensor) -> Tensor:
 def max_deficit(n: int) -> float:
     """The largest possible `max(a) - boltz(a)` over `a` in R^n: `W((n-1)/e)`, at most `log n`.
 
-    `W` is Lambert's function. It is reached by one maximum and `n - 1` entries
-    `1 + max_deficit(n)` below it.
+    `W` is Lambert's function. One maximum and `n - 1` entries `1 + max_deficit(n)` below it reach
+    this bound.
 
     Example:
         >>> round(max_deficit(10), 3)
@@ -120,7 +121,7 @@ def max_deficit(n: int) -> float:
 def decreasing_below(n: int) -> float:
     """An entry more than this below the maximum has a negative partial derivative.
 
-    In that region, raising a small entry lowers `boltz`: it gains weight faster than value.
+    Raising such an entry lowers `boltz`, because its weight grows faster than its value.
 
     Example:
         >>> a = torch.tensor([0.0, -1.01 * decreasing_below(2)])
@@ -141,10 +142,10 @@ def required_spacing(n: int) -> float:
 
 
 def log_separation_bound(n: int, r: float) -> float:
-    """`log((log n)^2 exp(-2r))`: how far the lemma keeps the values of two vectors apart.
+    """`log((log n)^2 exp(-2r))`: the lower bound of the lemma on the distance of two values.
 
-    It holds for two vectors of `n` distinct entries in `[-r, r]` that differ as sets, when any two
-    different entries, also across the vectors, are more than `required_spacing(n)` apart.
+    It holds for two vectors of `n` distinct entries in `[-r, r]` that differ as sets, if any two
+    different entries of both vectors are more than `required_spacing(n)` apart.
 
     Example:
         >>> log_separation_bound(3, 100.0) > -200
@@ -156,17 +157,17 @@ def log_separation_bound(n: int, r: float) -> float:
 
 
 def boltz_gap(a: Iterable[float], b: Iterable[float]) -> Gap:
-    """`boltz(b) - boltz(a)` as a sign and a logarithm, for multisets of any two sizes.
+    """`boltz(b) - boltz(a)` as a sign and a logarithm, for multisets of any sizes.
 
     Over a common denominator the difference is a sum over pairs of levels,
 
         sum_{i<j} (a_i b_j - a_j b_i) (x_j - x_i) exp(x_i + x_j),
 
-    where `a_i` counts how often level `x_i` occurs in a. What the two have in common cancels in
-    these integers, before anything is rounded, and the largest exponential that is left is taken
-    out as a logarithm. So a gap of 1e-5000 comes out with some 13 digits from fp64 arithmetic,
-    and proportional multisets give exactly 0. Entries are the same level when they are equal
-    as floats: take both vectors from one table of values.
+    where `a_i` counts how often level `x_i` occurs in a. The common part of a and b cancels in
+    these integers before anything is rounded, and the largest remaining exponential is factored out
+    as a logarithm. So fp64 arithmetic gives a gap of 1e-5000 with about 13 digits, and proportional
+    multisets give exactly 0. Entries are the same level if they are equal as floats, so both
+    vectors should come from one table of values.
 
     Example:
         >>> gap = boltz_gap([900.0, 0.0], [900.0, 10.0])
@@ -188,7 +189,7 @@ def boltz_gap(a: Iterable[float], b: Iterable[float]) -> Gap:
     i, j = np.nonzero(np.triu(pairs, 1))
     if not len(i):
         return Gap(0, -math.inf, 0.0)
-    below = levels[-1] - levels  # distances from the top keep all exponentials at most 1
+    below = levels[-1] - levels  # with distances from the top, all exponentials are at most 1
     exponent = below[i] + below[j]
     shift = float(exponent.min())
     terms = pairs[i, j] * (levels[j] - levels[i]) * np.exp(shift - exponent)
@@ -196,7 +197,7 @@ def boltz_gap(a: Iterable[float], b: Iterable[float]) -> Gap:
     if total == 0.0:
         return Gap(0, -math.inf, math.inf)
     log = math.log(abs(total)) - shift - _log_sum(count_a, below) - _log_sum(count_b, below)
-    # Cancellation between terms, and the rounding of the exponents themselves.
+    # Cancellation between terms, and rounding of the exponents.
     relative_error = _ROUNDING * (float(np.abs(terms).sum()) / abs(total) + shift)
     return Gap(1 if total > 0 else -1, log, relative_error)
 

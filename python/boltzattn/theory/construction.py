@@ -1,12 +1,12 @@
-"""A rank-1 attention head that is a contextual mapping: weights by theorem, and weights that work.
+"""A rank-1 attention head that is a contextual mapping: the theorem's weights and practical ones.
 
-With a unit vector `v`, `W_K = u v^T`, `W_Q = beta u v^T`, `W_V = u v^T` (`|u| = 1`) and
-`W_O = o u^T`, the layer sends token `x_q` of a sequence with projections `P_k = v . x_k` to
+With unit vectors `u` and `v`, `W_K = u v^T`, `W_Q = beta u v^T`, `W_V = u v^T` and `W_O = o u^T`,
+the layer maps token `x_q` of a sequence with projections `P_k = v . x_k` to
 
     x_q + o c_q,    c_q = sum_k P_k softmax_k(beta P_q P_k) = boltz(beta P_q P) / (beta P_q).
 
-So `c_q` is a Boltzmann operator of the whole sequence, at a temperature set by the token. The
-choice is in `v`, `beta` and `o`.
+So `c_q` is the Boltzmann operator of the whole sequence at a temperature that depends on the token.
+`v`, `beta` and `o` are free to choose.
 """
 
 from __future__ import annotations
@@ -30,31 +30,30 @@ from boltzattn.theory.separation import Batch, ResolutionWarning, Separation, co
 
 SCALES = ("theorem", "measured", "practical")
 
-# The separation lemma asks for strictly more than its spacing.
+# The separation lemma requires strictly more than its spacing.
 _MORE = 1 + 1e-6
 
-# Practical search: temperatures and output scales, both relative to the spread of the projections.
+# Practical search: temperatures and output scales, relative to the range of the projections.
 _TEMPERATURES = (0.0, *np.geomspace(1e-2, 1e2, 17).tolist())
 _OUTPUT_SCALES = np.geomspace(1e-3, 1e2, 26)
 _DIRECTIONS = 4
-# Scores of one piece of the search, [contexts, n, n]: 32 MB of fp64.
+# Scores of one piece of the search, [contexts, n, n]; 32 MB in fp64.
 _SCORES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
 class RankOneAttention:
-    """A constructed head, and what is promised and measured about it.
+    """A constructed head, with its promised and its measured gap.
 
     Attributes:
         scale: "theorem", "measured" or "practical".
-        v, beta, o: direction `[d]`, inverse temperature, and output vector `[d]`, see the file.
+        v, beta, o: direction `[d]`, inverse temperature and output vector `[d]`; see the module.
         w_q, w_k, w_v, w_o: the weights, `[s, d]` and (`w_o`) `[d, s]`.
-        separation: the assumptions, as measured on the data.
+        separation: the assumptions, measured on the data.
         promised_r: the promised radius.
         log10_promised: log10 of the promised delta; None for "practical", which promises nothing.
-        log10_measured: log10 of the delta that exact arithmetic would see. For "practical" it is
-            the one the module shows.
-        measured: the conditions as the module shows them, in its own arithmetic.
+        log10_measured: log10 of delta in exact arithmetic; for "practical" that of the module.
+        measured: the conditions, measured on the outputs of the module in its own arithmetic.
     """
 
     scale: str
@@ -73,16 +72,16 @@ class RankOneAttention:
 
     @property
     def parameters(self) -> int:
-        """Free numbers in four rank-1 matrices: `4 (s + d)`."""
+        """Number of parameters of four rank-1 matrices: `4 (s + d)`."""
         return 4 * sum(self.w_q.shape)
 
     def module(
         self, ff1: FeedForward | None = None, ff2: FeedForward | None = None
     ) -> OneLayerTransformer:
-        """The paper's block around these weights; without networks it is the attention alone.
+        """The paper's block with these weights; without networks it is the attention alone.
 
-        The method is "direct": other methods are held to a tolerance that suits training, and
-        the gaps here can be smaller than that.
+        The method is "direct", because the gaps can be smaller than the error bound of other
+        methods.
         """
         return OneLayerTransformer.from_weights(
             self.w_q, self.w_k, self.w_v, self.w_o, ff1=ff1, ff2=ff2, method="direct"
@@ -106,21 +105,21 @@ def construct_attention(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> RankOneAttention:
-    """Rank-1 weights that give every (token, context) of `batch` an output of its own.
+    """Rank-1 weights that map every (token, context) of `batch` to a different output.
 
     Args:
         batch: `[N, n, d]`, or a sequence of `[n_i, d]` tensors.
         scale: how the temperature is set.
-            "theorem": from `|V|`, `n`, `d` and the separation alone, as Theorem 2 does; the
-            promised delta is some 10^-1000 and less, which floats cannot show (a
-            `ResolutionWarning` says so), so `log10_measured` comes from `boltz_gap`.
-            "measured": the same argument with the projections as they are.
-            "practical": `v`, `beta` and `|o|` that maximise the gap the module really shows.
+            "theorem": from `|V|`, `n`, `d` and the separation alone, as in Theorem 2. The promised
+            delta is 10^-1000 or less, which floats do not resolve (a `ResolutionWarning` says so),
+            so `log10_measured` comes from `boltz_gap`.
+            "measured": the same argument with the actual projections.
+            "practical": the `v`, `beta` and `|o|` that maximise the gap of the module.
         choose_v: "random" or "deterministic" (moment curve); see `theory.direction`.
-        v: a direction of your own, `[d]`, instead.
-        head_size: rows `s` of W_Q, W_K, W_V.
-        dtype: of the weights and of the arithmetic that `measured` reports on.
-        seed: of the random choice.
+        v: a given direction `[d]`.
+        head_size: rows `s` of W_Q, W_K and W_V.
+        dtype: dtype of the weights and of the measured module.
+        seed: seed of the random choices.
 
     Example:
         >>> x = torch.tensor([[1.0, 2.0], [1.0, 3.0], [2.0, 3.0]], dtype=torch.float64)[..., None]
@@ -195,13 +194,13 @@ def construct_attention(
     if not measured.passed:
         warnings.warn(
             f"the module's outputs in {dtype} are only {measured.delta:.3g} apart, below {SAFETY:g}"
-            f" times their noise of {measured.noise:.2g}; exact arithmetic would see "
+            f" times their noise of {measured.noise:.2g}; in exact arithmetic the gap is "
             f"10^{head.log10_measured:.1f}. "
             + (
-                "At this temperature softmax has numerically become hardmax; use "
-                "scale='practical' for weights that floats can tell apart"
+                "At this temperature softmax is numerically a hardmax; use scale='practical' for "
+                "weights that floats resolve"
                 if scale != "practical"
-                else "The data asks for more digits than the dtype has: fewer sequences, tokens "
+                else "The data need more digits than the dtype has; use fewer sequences, tokens "
                 "further apart, or a wider dtype"
             ),
             ResolutionWarning,
@@ -211,7 +210,7 @@ def construct_attention(
 
 
 def evaluate(module: torch.nn.Module, batch: Batch) -> list[Tensor]:
-    """The outputs of `module` for each sequence of `batch`, equal lengths in one call.
+    """The outputs of `module` for each sequence of `batch`, with one call per length.
 
     Example:
         >>> [y.shape for y in evaluate(torch.nn.Identity(), [torch.ones(2, 1), torch.ones(3, 1)])]
@@ -237,7 +236,7 @@ def _measure(
     mode: str,
     rng: np.random.Generator,
 ) -> ContextualGap:
-    """The conditions on the module's outputs; noise from running every sequence shuffled too."""
+    """Measure the outputs of the module; the noise comes from shuffled sequences."""
     outputs = evaluate(module, batch)
     orders = [torch.from_numpy(rng.permutation(len(x))) for x in batch]
     shuffled = evaluate(module, [x[order] for x, order in zip(batch, orders, strict=True)])
@@ -249,7 +248,7 @@ def _measure(
 
 
 def _check_assumptions(found: Separation, scale: str) -> None:
-    """Theorem 2 asks for equal lengths, no repeated token, and no token at the origin."""
+    """Theorem 2 requires equal lengths, no repeated token and no token at the origin."""
     lengths = {len(t) for t in found.tokens}
     if len(lengths) > 1:
         raise ValueError(
@@ -264,8 +263,8 @@ def _check_assumptions(found: Separation, scale: str) -> None:
         )
     if found.r_min == 0.0:
         raise ValueError(
-            f"scale={scale!r} needs every token away from the origin, got one of norm 0: its "
-            "query is 0 and sees only the mean; shift the data, or use scale='practical'"
+            f"scale={scale!r} needs tokens away from the origin, got one of norm 0: its query is 0 "
+            "and attends to the mean; shift the data, or use scale='practical'"
         )
 
 
@@ -279,22 +278,22 @@ def _given_direction(v: Tensor, vocabulary: np.ndarray, scale: str) -> np.ndarra
         )
     unit = unit / norm
     along = np.abs(vocabulary @ unit)
-    # The rounding error of a dot product; below it the projection of a token is no information.
+    # Smaller projections are the rounding error of a dot product.
     unseen = along <= 4 * len(unit) * 2.0**-53 * np.linalg.norm(vocabulary, axis=1)
     if unseen.any():
         row = int(np.argmax(unseen))
         message = (
             f"v is orthogonal to {int(unseen.sum())} tokens, first row {row} of the vocabulary "
-            f"(|v . x| = {along[row]:.3g}): their queries are 0 and see only the mean of the "
+            f"(|v . x| = {along[row]:.3g}): their queries are 0 and attend to the mean of the "
             "sequence"
         )
         if scale != "practical":
-            raise ValueError(message + "; leave v out to have one chosen")
+            raise ValueError(message + "; omit v to let the function choose one")
         warnings.warn(message, ResolutionWarning, stacklevel=3)
     if (gap := direction.projected(vocabulary, unit).min_gap) == 0.0 and scale != "practical":
         raise ValueError(
-            f"v must tell all tokens apart, got two with the same projection (gap {gap:g}); "
-            "leave v out to have one chosen"
+            f"v must separate all tokens, got two with the same projection (gap {gap:g}); "
+            "omit v to let the function choose one"
         )
     return unit
 
@@ -306,12 +305,12 @@ def _choose(vocabulary: np.ndarray, choose_v: str, rng: np.random.Generator) -> 
 
 
 def _spread(found: Separation) -> float:
-    """The smallest distance of two tokens; for a single token its distance from the origin."""
+    """The smallest distance between two tokens; for a single token, from the origin."""
     return found.epsilon if math.isfinite(found.epsilon) else found.r_min
 
 
 def _theorem_beta(found: Separation) -> float:
-    """`(|V|+1)^4 (2 log n + 3) pi d / (8 eps r_min)`: worst case of the projection lemma."""
+    """`(|V|+1)^4 (2 log n + 3) pi d / (8 eps r_min)`, the worst case of the projection lemma."""
     size, d = found.vocabulary.shape
     share = direction.guaranteed_share(size + 1, d)
     return _MORE * required_spacing(found.longest) / (share**2 * _spread(found) * found.r_min)
@@ -325,7 +324,7 @@ def _measured_beta(found: Separation, unit: np.ndarray) -> float:
 def _log_promise(
     found: Separation, unit: np.ndarray, beta: float, size: float, scale: str
 ) -> float:
-    """log of the promised delta: the lemma's bound on `boltz`, carried through to the output."""
+    """log of the promised delta: the lemma's bound on `boltz`, applied to the output."""
     if found.longest == 1:
         return math.log(_spread(found) / 2)  # the context is the token itself
     reach = found.r_max
@@ -336,9 +335,9 @@ def _log_promise(
 
 
 def _log_context_gap(found: Separation, unit: np.ndarray, beta: float, size: float) -> float:
-    """log of the smallest distance between outputs of one token in two contexts, exactly.
+    """log of the smallest distance between outputs of a token in two contexts, without rounding.
 
-    Sorting by the sign of `boltz_gap` makes the closest contexts neighbours.
+    After sorting by the sign of `boltz_gap`, the closest contexts are neighbours.
     """
     positions = (found.vocabulary.numpy() @ unit).tolist()
     _, first = np.unique(contexts(found.tokens), return_index=True)
@@ -351,8 +350,8 @@ def _log_context_gap(found: Separation, unit: np.ndarray, beta: float, size: flo
     for token, seen in of_token.items():
         query = beta * positions[token]
         levels = [[query * positions[k] for k in members] for members in seen]
-        # A guess first, right when levels are far apart: the maximum counts, and below it every
-        # larger entry pulls the value down. It spares the exact sort most of its comparisons.
+        # This order is correct if levels are far apart, because then a larger maximum raises the
+        # value and every other larger entry lowers it. It saves most exact comparisons.
         levels.sort(key=lambda a: [max(a), *(-x for x in sorted(a, reverse=True))])
         levels.sort(key=functools.cmp_to_key(_compare))
         for a, b in itertools.pairwise(levels):
@@ -367,9 +366,9 @@ def _compare(a: list[float], b: list[float]) -> int:
 def _search(
     found: Separation, given: np.ndarray | None, choose_v: str, rng: np.random.Generator
 ) -> tuple[np.ndarray, float, float]:
-    """`(v, beta, |o|)` with the largest smallest gap, relative to the range, along `v`.
+    """The `(v, beta, |o|)` whose smallest gap along `v`, relative to the range, is largest.
 
-    Along `v`, where the next layer reads, the output is the number `P_q + |o| c_q`.
+    Along `v`, which the next layer reads, the output is the number `P_q + |o| c_q`.
     """
     vocabulary = found.vocabulary.numpy()
     if given is not None:
@@ -411,7 +410,7 @@ def _pooled(
     for group in groups:
         n = group.shape[1]
         fresh = np.ones(group.shape, dtype=bool)
-        fresh[:, 1:] = group[:, 1:] != group[:, :-1]  # sorted: repetitions are neighbours
+        fresh[:, 1:] = group[:, 1:] != group[:, :-1]  # repeated tokens are neighbours
         for start in range(0, len(group), max(1, _SCORES_AT_ONCE // n**2)):
             piece = slice(start, start + max(1, _SCORES_AT_ONCE // n**2))
             along = positions[group[piece]]

@@ -1,4 +1,4 @@
-"""Contextual mappings: the definition as a measurement."""
+"""Measure whether outputs are a contextual mapping."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 
 from boltzattn.theory.separation import as_sequences, closest_pair, contexts
 
-# A gap must exceed the noise by this factor before anything may rely on it.
+# A gap is usable if it exceeds the noise by this factor.
 SAFETY = 10.0
 
 
 @dataclass(frozen=True)
 class ContextualGap:
-    """What `contextual_gap` found: a map is an (r, delta)-contextual mapping on the data.
+    """The report of `contextual_gap`: the map is an (r, delta)-contextual mapping on the data.
 
     Attributes:
         mode: which sequences count as the same context, see `contexts`.
         ids: number of different (token, context) pairs.
         r: largest norm of an output.
-        delta: smallest distance of two outputs with different token or different context.
-        delta_context: the same, for one token in two contexts.
-        delta_token: the same, for two different tokens.
-        noise: how far outputs that should be equal are apart (another order of the same sequence),
-            at least the rounding unit of the outputs at radius `r`.
+        delta: smallest distance between two outputs whose token or context differs.
+        delta_context: the same for equal tokens in different contexts.
+        delta_token: the same for different tokens.
+        noise: largest distance between outputs that should be equal (other orders of the same
+            sequence), and at least the rounding unit of the outputs at radius `r`.
     """
 
     mode: str
@@ -41,12 +41,12 @@ class ContextualGap:
 
     @property
     def passed(self) -> bool:
-        """Whether the outputs are apart by more than `SAFETY` times the noise."""
+        """Whether delta exceeds `SAFETY` times the noise."""
         return self.delta > SAFETY * self.noise
 
     @property
     def bits(self) -> float:
-        """Mantissa bits that a layer needs to tell the closest outputs apart."""
+        """Mantissa bits that a layer needs to distinguish the closest outputs."""
         if self.delta == 0:
             return math.inf
         return max(0.0, math.log2(2 * self.r / self.delta)) if self.r else 0.0
@@ -68,16 +68,16 @@ def contextual_gap(
 ) -> ContextualGap:
     """Measure the two conditions of a contextual mapping on the outputs `ids` for `tokens`.
 
-    Every output must stay within a radius `r`, and outputs must differ by more than `delta`
-    whenever the token or the context differs. Sorting or a k-d tree finds the closest outputs.
+    Every output must lie within a radius `r`, and two outputs must differ by more than `delta` if
+    their token or their context differs. Sorting or a k-d tree finds the closest outputs.
 
     Args:
         ids: `[N, n, k]` (or `[N, n]` for k = 1), or a sequence of `[n_i, k]` tensors.
         tokens: the inputs `[N, n, d]`, or their integer names `[N, n]`; or a sequence of these.
-        mode: "set" is the paper's definition and does not ask to separate (x, x, y) from
-            (x, y, y); "multiset" does, as memorization must; "proportion" asks for what softmax
-            attention can do at best when lengths differ.
-        noise: a known noise level; the one measured here is used if it is larger.
+        mode: "set" is the paper's definition, in which (x, x, y) and (x, y, y) are the same
+            context; "multiset" distinguishes them, as memorization requires; "proportion" is the
+            best that softmax attention can do if lengths differ.
+        noise: a known noise level; the measured one is used if it is larger.
 
     Example:
         >>> x = torch.tensor([[[1.0], [2.0]], [[1.0], [4.0]]])
@@ -94,7 +94,7 @@ def contextual_gap(
         )
     lengths = [len(x) for x in names]
     points, token = np.concatenate(outputs), np.concatenate(names)
-    # What attention cannot tell apart counts as a repetition only if the mode says so.
+    # Proportional sequences count as equal only in the mode "proportion".
     exact = "proportion" if mode == "proportion" else "multiset"
     same = np.repeat(contexts(names, exact), lengths)
     context = np.repeat(contexts(names, mode), lengths)

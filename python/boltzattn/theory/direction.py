@@ -1,4 +1,4 @@
-"""The direction `v` on which a rank-1 head projects its tokens: random, and deterministic."""
+"""The direction `v` onto which a rank-1 head projects its tokens: random or deterministic."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import NamedTuple
 
 import numpy as np
 
-# A projection is "random enough" after this many draws: by the projection lemma one draw fails
-# with probability below 2/pi, so all of them fail with probability below 1e-97.
+# By the projection lemma one draw fails with probability below 2/pi, so all draws fail with
+# probability below 1e-97.
 DRAWS = 500
 POLISH_STEPS = 300
-# The moment curve is scanned at no more points than this unless none of them separates.
+# The moment curve is scanned at this many points, and at more only if none of them separates.
 _CURVE_POINTS = 2000
 
 
 class Projected(NamedTuple):
-    """The tokens on a line: smallest distance of two of them, and of one from the origin."""
+    """The smallest distance between two projected tokens, and from one to the origin."""
 
     min_gap: float
     min_abs: float
 
 
 def projected(vocabulary: np.ndarray, v: np.ndarray) -> Projected:
-    """How well `v` `[d]` tells the rows of `vocabulary` `[|V|, d]` apart."""
+    """How well `v` `[d]` separates the rows of `vocabulary` `[|V|, d]`."""
     positions = np.sort(vocabulary @ v)
     gaps = np.diff(positions)
     return Projected(float(gaps.min()) if len(gaps) else math.inf, float(np.abs(positions).min()))
 
 
 def guaranteed_share(size: int, d: int) -> float:
-    """The projection lemma: some unit `v` keeps this share of every distance in R^d.
+    """The projection lemma: some unit vector `v` keeps this share of every distance in R^d.
 
-    `size` is the number of points, the origin included: `sqrt(8 / (pi d)) / size^2`. A uniformly
-    random `v` does it with probability above `1 - 2/pi`.
+    It is `sqrt(8 / (pi d)) / size^2` for `size` points, including the origin. A uniformly random
+    `v` has this property with probability above `1 - 2/pi`.
 
     Example:
         >>> guaranteed_share(10, 2) < 1
@@ -54,7 +54,7 @@ def random_directions(vocabulary: np.ndarray, count: int, rng: np.random.Generat
 
 
 def random_direction(vocabulary: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The best of `DRAWS` random unit vectors, improved by random steps that shrink."""
+    """The best of `DRAWS` random unit vectors, improved by shrinking random steps."""
     best = random_directions(vocabulary, 1, rng)[0]
     score = _score(vocabulary, best)
     for radius in np.geomspace(0.3, 1e-3, POLISH_STEPS if len(best) > 1 else 0):
@@ -68,9 +68,9 @@ def random_direction(vocabulary: np.ndarray, rng: np.random.Generator) -> np.nda
 def moment_curve_direction(vocabulary: np.ndarray) -> np.ndarray:
     """The best `v(t)`, proportional to `(1, t, .., t^(d-1))`, over a fixed list of `t`.
 
-    The difference of two tokens, projected, is a polynomial in `t` of degree below `d` and has
-    fewer than `d` roots. With the origin there are `|V|(|V|+1)/2` pairs, so among one more than
-    `d - 1` times as many `t` at least one separates everything. No randomness is involved.
+    The projected difference of two tokens is a polynomial in `t` of degree below `d` and has fewer
+    than `d` roots. With the origin there are `|V|(|V|+1)/2` pairs, so among one more than `d - 1`
+    times as many `t` at least one separates all tokens. No randomness is involved.
     """
     size, d = vocabulary.shape
     if d == 1:
@@ -82,7 +82,7 @@ def moment_curve_direction(vocabulary: np.ndarray) -> np.ndarray:
         block = range(tried, min(enough, tried + _CURVE_POINTS))
         tried = block.stop
         for i in block:
-            # Low-discrepancy points of (-1.5, 1.5): all different, never a repeat between blocks.
+            # Low-discrepancy points of (-1.5, 1.5), all of them different.
             t = 3 * ((i + 1) * _GOLDEN % 1) - 1.5
             trial = t ** np.arange(d)
             trial /= np.linalg.norm(trial)
@@ -92,7 +92,7 @@ def moment_curve_direction(vocabulary: np.ndarray) -> np.ndarray:
 
 
 def digit_direction(d: int, base: int) -> np.ndarray:
-    """`v` proportional to `(1, base, .., base^(d-1))`: reads a grid point as a number.
+    """`v` proportional to `(1, base, .., base^(d-1))`: the digits of a grid point as a number.
 
     On the grid `{1, .., base}^d` all projections differ and are equally spaced.
     """
@@ -104,10 +104,9 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def _score(vocabulary: np.ndarray, v: np.ndarray) -> float:
-    """What the temperature has to make up for: the smallest `|P_q (P_k - P_l)|`.
+    """The smallest `|P_q (P_k - P_l)|`; the larger, the smaller beta can be.
 
-    A token at the origin projects to 0 under every `v` and would make all scores equal, so then
-    the gaps alone count.
+    A token at the origin projects to 0 for every `v`, so then only the gaps count.
     """
     min_gap, min_abs = projected(vocabulary, v)
     if min_abs == 0.0 and not vocabulary.any(axis=1).all():

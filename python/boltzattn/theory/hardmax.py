@@ -1,4 +1,4 @@
-"""What hardmax and mean pooling cannot tell apart, and softmax can."""
+"""Sequences that softmax distinguishes and hardmax and mean pooling do not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from boltzattn.nn import OneLayerTransformer
 
 
 class Pair(NamedTuple):
-    """Two sequences with different sets of tokens, and the tokens they share.
+    """Two sequences with different sets of tokens, and their shared tokens.
 
     Attributes:
         first, second: `[n, d]`.
@@ -25,7 +25,7 @@ class Pair(NamedTuple):
     shared: tuple[tuple[int, int], ...]
 
 
-# Smallest known sets of 2 to 6 integers whose power sums agree up to one less than their number.
+# The smallest known sets of k = 2 to 6 integers whose power sums agree up to degree k - 1.
 IDEAL_PAIRS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((0, 3), (1, 2)),
     ((0, 4, 5), (1, 2, 6)),
@@ -38,8 +38,8 @@ IDEAL_PAIRS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 def hardmax(scores: Tensor, dim: int = -1, tolerance: float = 1e-9) -> Tensor:
     """The limit of softmax at temperature 0: equal weights on the maxima, 0 elsewhere.
 
-    Scores within `tolerance` times the largest magnitude count as equal, so that a tie does not
-    hang on rounding.
+    Scores within `tolerance` times the largest magnitude count as equal, so that ties do not depend
+    on rounding.
 
     Example:
         >>> hardmax(torch.tensor([1.0, 3.0, 3.0]))
@@ -53,7 +53,7 @@ def hardmax(scores: Tensor, dim: int = -1, tolerance: float = 1e-9) -> Tensor:
 def hardmax_attention(
     x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor, num_heads: int = 1
 ) -> Tensor:
-    """The attention layer of the paper, skip connection included, with hardmax for softmax.
+    """The attention layer of the paper with its skip connection, with hardmax instead of softmax.
 
     Shapes are those of `OneLayerTransformer.from_weights`; x is `[..., n, d]`.
 
@@ -74,18 +74,19 @@ def hardmax_attention(
 def hardmax_counterexample(
     n: int = 4, d: int = 1, x: Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> Pair:
-    """Two sequences that no hardmax attention layer can tell apart at their shared tokens.
+    """Two sequences that no hardmax attention layer distinguishes at their shared tokens.
 
     They are the multiples (1, 2, 5, 6) and (1, 3, 4, 6) of one vector `x`, for `n > 4` with the
-    same further multiples between 1 and 2 in both. All scores of a head have the form
-    `s a_k a_q`: it picks the multiple 6 if s > 0, the multiple 1 if s < 0, and the mean of all if
-    s = 0, and these three agree. So do any function of them, any number of heads, any weights,
-    and the skip connection adds the same token. Yet the sequences hold different tokens.
+    same further multiples between 1 and 2 in both. All scores of a head have the form `s a_k a_q`,
+    so it selects the multiple 6 if s > 0, the multiple 1 if s < 0, and the mean of all if s = 0.
+    These three agree in both sequences, for all weights and any number of heads, and the skip
+    connection adds the same token.
 
     Args:
-        n: length, at least 4. (With fewer, largest, smallest and mean tell collinear sets apart.)
+        n: length, at least 4. (In shorter collinear sets the largest, the smallest or the mean
+            differ.)
         d: width.
-        x: any nonzero `[d]`; default all ones.
+        x: any nonzero vector `[d]`; default all ones.
 
     Example:
         >>> pair = hardmax_counterexample()
@@ -94,7 +95,7 @@ def hardmax_counterexample(
     """
     if n < 4:
         raise ValueError(
-            f"n must be at least 4, got {n}: shorter collinear sequences are told apart"
+            f"n must be at least 4, got {n}: hardmax distinguishes shorter collinear sequences"
         )
     x = torch.ones(d, dtype=dtype) if x is None else x
     if x.shape != (d,) or not x.any():
@@ -109,16 +110,16 @@ def hardmax_counterexample(
 
 
 def prouhet_pair(degree: int, dtype: torch.dtype = torch.float64) -> Pair:
-    """Two sequences `[n, 1]` of integers with equal power sums up to `degree`, and equal extremes.
+    """Two sequences `[n, 1]` of integers with equal power sums up to `degree` and equal extremes.
 
-    Hardmax sees their smallest and largest token, mean pooling the mean of the tokens (of their
-    powers, up to `degree`, if a network comes before it): all are shared. Softmax at inverse
-    temperature beta takes the shared tokens apart by `O(beta^degree)` near 0 and by exponentially
-    little at infinity, so it needs a temperature in between.
+    Hardmax depends on the smallest and the largest token, mean pooling on the mean of the tokens
+    (or of their powers up to `degree`, if a network comes before it): all of them agree. Softmax at
+    inverse temperature beta separates the shared tokens by `O(beta^degree)` near 0 and by an
+    exponentially small amount at infinity, so it needs an intermediate temperature.
 
-    Between the extremes stand, up to degree 5, the smallest sets known; beyond, the numbers below
-    `2^(degree+1)` with an even and with an odd number of binary ones (Prouhet). Degree 1 is
-    `hardmax_counterexample(4)`.
+    The tokens between the extremes are the smallest known sets up to degree 5, and the numbers
+    below `2^(degree+1)` with an even and with an odd number of binary ones (Prouhet) above.
+    Degree 1 is `hardmax_counterexample(4)`.
 
     Example:
         >>> pair = prouhet_pair(2)
@@ -143,7 +144,7 @@ def prouhet_pair(degree: int, dtype: torch.dtype = torch.float64) -> Pair:
 
 
 def shared_gaps(pair: Pair, layer: Callable[[Tensor], Tensor]) -> Tensor:
-    """How far `layer` takes each shared token apart: `[number of shared tokens]`, max norm.
+    """The difference of the outputs at each shared token, `[number of shared tokens]`, max norm.
 
     Example:
         >>> shared_gaps(hardmax_counterexample(), lambda x: x + x.mean(0))
@@ -182,7 +183,7 @@ class Weights(NamedTuple):
 
 
 def random_weights(d: int, num_heads: int, head_size: int, generator: torch.Generator) -> Weights:
-    """Random weights of a layer; one head in five has `W_K = 0`, so that all its scores tie."""
+    """Random weights of a layer; one head in five has `W_K = 0`, so all its scores are equal."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
@@ -194,7 +195,7 @@ def random_weights(d: int, num_heads: int, head_size: int, generator: torch.Gene
 
 
 class SearchResult(NamedTuple):
-    """Largest gap hardmax reached at a shared token, and how often softmax reached more."""
+    """The largest gap of hardmax at a shared token, and the gaps of softmax."""
 
     trials: int
     hardmax_max: float
@@ -203,11 +204,11 @@ class SearchResult(NamedTuple):
 
 
 def search_hardmax_weights(trials: int, seed: int = 0) -> SearchResult:
-    """Try to separate `hardmax_counterexample` with random layers; then with softmax.
+    """Try to separate `hardmax_counterexample` with random hardmax and softmax layers.
 
-    Layers have width up to 5, up to 4 heads, head sizes up to 3. Gaps are relative to the largest
-    output. `softmax_separates` is the share of the same layers that separate the pair by more
-    than 1e-6 with softmax.
+    Layers have width up to 5, up to 4 heads and head sizes up to 3. Gaps are relative to the
+    largest output. `softmax_separates` is the share of layers that separate the pair by more than
+    1e-6 with softmax.
 
     Example:
         >>> search_hardmax_weights(20).hardmax_max < 1e-12

@@ -1,7 +1,7 @@
-"""Memorization: a one-layer transformer that reproduces given labels, by construction.
+"""Memorization: construct a one-layer transformer that reproduces given labels.
 
-The attention of `construct_attention` turns each (token, context) into a number of its own; the
-network behind it is a piecewise linear function of that number with one breakpoint per id.
+The attention of `construct_attention` maps each (token, context) to a different number, its id; the
+network after it is a piecewise linear function of the id with one breakpoint per id.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ FORMS = ("linear", "plateau")
 
 @dataclass(frozen=True)
 class MemorizationReport:
-    """What `memorize` built and how the module it returned does on the data.
+    """What `memorize` built, and the errors of its module on the data.
 
     Attributes:
         attention: the constructed head.
         form: "linear" or "plateau".
         ids: number of different (token, context) pairs, M.
-        relative_gap: smallest distance of two ids over their range, along the reading direction.
-        noise: rounding noise of the ids over their range.
-        hidden: neurons of the network, 2d of them cancelling the skip connection.
-        parameters: numbers that were free to choose, without repetitions and zeros.
+        relative_gap: smallest distance between two ids along the reading direction, divided by the
+            range of the ids.
+        noise: rounding noise of the ids, divided by their range.
+        hidden: number of neurons; 2d of them cancel the skip connection.
+        parameters: number of free parameters, without repetitions and zeros.
         paper_parameters: the paper's count, `4 (s + d) + d (2 n N + d)`.
-        max_error: largest distance of an output from its label, through the module.
+        max_error: largest distance of an output of the module from its label.
         label_range: largest minus smallest label.
-        accuracy: for integer labels, the share of outputs that round to theirs, through the
-            module; None for others.
+        accuracy: for integer labels, the share of outputs that round to their label; None for other
+            labels.
     """
 
     attention: RankOneAttention
@@ -59,7 +60,7 @@ class MemorizationReport:
             f"{self.hidden} neurons, {self.parameters} parameters (paper "
             f"{self.paper_parameters}), max error {self.max_error:.2g} of range "
             f"{self.label_range:.3g}"
-            + ("" if self.accuracy is None else f", {100 * self.accuracy:.4g}% right")
+            + ("" if self.accuracy is None else f", {100 * self.accuracy:.4g}% correct")
         )
 
 
@@ -77,18 +78,17 @@ def memorize(
     Args:
         sequences: `[N, n, d]`, or a sequence of `[n_i, d]` tensors.
         labels: a label per sequence, `[N]`; or per token, `[N, n]`, or `[N, n, k]` with
-            `k <= d`; or a sequence of `[n_i]` or `[n_i, k]` tensors. Classes are integers and are
-            read back by rounding. A label per sequence appears at each of its tokens.
-        form: of the network, as a function of the id. "linear" interpolates between the labels;
-            "plateau" is constant around each id (a third of the gap to either side) and takes
-            twice as many neurons.
-        scale: of the attention, as in `construct_attention`.
-        dtype: of weights and arithmetic.
-        seed: of the random choice of `v`.
+            `k <= d`; or a sequence of `[n_i]` or `[n_i, k]` tensors. Classes are integers; round
+            the output to get them. A label of a sequence is the label of each of its tokens.
+        form: "linear" interpolates linearly between the labels; "plateau" is constant within a
+            third of the gap around each id and takes twice as many neurons.
+        scale: as in `construct_attention`.
+        dtype: dtype of the weights and of the arithmetic.
+        seed: seed of the random choice of `v`.
 
     Returns:
-        The module `[.., n, d] -> [.., n, d]`; coordinates `0..k-1` of the result are the label,
-        the others 0. Its `report` says what it does with `sequences`, a `MemorizationReport`.
+        The module `[.., n, d] -> [.., n, d]`; coordinates `0..k-1` of the output are the label, the
+        others are 0. Its `report` is a `MemorizationReport`.
 
     Raises:
         ValueError: if one token in one context has two labels (they are listed), or if the ids
@@ -153,7 +153,7 @@ def memorize(
 def random_task(
     n: int, vocabulary: int, count: int, d: int, classes: int = 10, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Sequences without repeated tokens, and random labels that are a function of the context.
+    """Sequences without repeated tokens, and random labels for each token and context.
 
     Args:
         n: tokens in a sequence.
@@ -180,12 +180,12 @@ def random_task(
 def step_network(
     positions: np.ndarray, values: np.ndarray, read: np.ndarray, form: str
 ) -> FeedForward:
-    """A network `z -> values[j]` for every `z` with `read . z = positions[j]`, skip cancelled.
+    """A network that maps `z` with `read . z = positions[j]` to `values[j]` and cancels the skip.
 
     Args:
         positions: `[M]`, increasing.
         values: `[M, k]`, `k <= d`; other coordinates become 0.
-        read: `[d]`, the direction in which `z` is read.
+        read: `[d]`, the direction onto which `z` is projected.
         form: "linear" or "plateau", as in `memorize`.
 
     Example:
@@ -198,7 +198,7 @@ def step_network(
     d, k = len(read), values.shape[1]
     if k > d:
         raise ValueError(f"values must have at most d = {d} columns, got {k}; widen the tokens")
-    # Reading in units of the range keeps products of slopes and distances near the labels' size.
+    # Units of the range keep products of slopes and distances close to the size of the labels.
     start, extent = positions[0], float(positions[-1] - positions[0]) or 1.0
     knots, slopes = _knots((positions - start) / extent, values, form)
 
@@ -213,7 +213,7 @@ def step_network(
 
 
 def _knots(positions: np.ndarray, values: np.ndarray, form: str) -> tuple[np.ndarray, np.ndarray]:
-    """Breakpoints and changes of slope; those where no slope changes are left out."""
+    """Breakpoints and changes of slope, without breakpoints at which no slope changes."""
     steps, rises = np.diff(positions), np.diff(values, axis=0)
     if form == "linear":
         knots = positions[:-1]
@@ -286,7 +286,7 @@ def _check_conflicts(
     proportional = (
         " Sequences of different length count as the same context when their tokens occur in the "
         f"same proportions ({len(head.separation.proportional)} pairs here): no softmax attention "
-        "without positions tells them apart."
+        "without positions distinguishes them."
         if head.separation.proportional
         else ""
     )

@@ -1,4 +1,4 @@
-"""How far apart the tokens of a batch are: the assumptions every construction rests on."""
+"""Distances between the tokens of a batch: the assumptions of every construction."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _BLOCK_ROWS = 256  # rows of the matrix product at a time, so that a block stays
 
 
 class ResolutionWarning(UserWarning):
-    """A distance or gap is too small for the arithmetic at hand; the message says how small."""
+    """A distance or gap is too small for the arithmetic; the message says how small."""
 
 
 @dataclass(frozen=True)
 class Separation:
-    """What `separation` found.
+    """The report of `separation`.
 
     Attributes:
         vocabulary: `[|V|, d]`, the distinct tokens.
-        tokens: for each sequence, the row of each of its tokens in `vocabulary`.
+        tokens: for each sequence, the rows of its tokens in `vocabulary`.
         r_min, r_max: smallest and largest norm of a token.
         epsilon: smallest distance between two distinct tokens (inf if there is only one).
         near_duplicates: `(row, row, distance)` of distinct tokens closer than `tolerance`.
@@ -69,17 +69,17 @@ class Separation:
 
 
 def separation(batch: Batch, tolerance: float | None = None) -> Separation:
-    """Measure norms and minimal distances of the tokens of `batch`, and find duplicates.
+    """Measure norms and smallest distances of the tokens of `batch`, and find duplicates.
 
-    Tokens are the same only if all their coordinates are equal. Two tokens that differ by less
-    than `tolerance` are a defect of the data, not the same token: they are listed, and a
-    `ResolutionWarning` gives the smallest distance.
+    Tokens are the same only if all their coordinates are equal. Different tokens closer than
+    `tolerance` are near duplicates: they are listed, and a `ResolutionWarning` gives the smallest
+    distance.
 
     Args:
         batch: `[N, n, d]`, or a sequence of `[n_i, d]` tensors.
         tolerance: defaults to `sqrt(machine epsilon) * r_max` of the batch's dtype. A layer that
-            tells tokens at that distance apart has slopes that amplify rounding to the square
-            root of the machine epsilon.
+            separates tokens at that distance amplifies rounding errors to the square root of the
+            machine epsilon.
 
     Example:
         >>> report = separation(torch.tensor([[[1.0], [2.0]], [[2.0], [4.0]]]))
@@ -121,7 +121,7 @@ def separation(batch: Batch, tolerance: float | None = None) -> Separation:
 
 
 def as_sequences(batch: Batch, name: str = "batch") -> tuple[list[np.ndarray], torch.dtype]:
-    """The sequences of `batch` as fp64 arrays `[n_i, d]`, and the dtype they came in."""
+    """The sequences of `batch` as fp64 arrays `[n_i, d]`, and their original dtype."""
     if isinstance(batch, Tensor) and batch.ndim != 3:
         raise ValueError(
             f"{name} must be [N, n, d] or a sequence of [n_i, d], got shape {list(batch.shape)}"
@@ -139,17 +139,17 @@ def as_sequences(batch: Batch, name: str = "batch") -> tuple[list[np.ndarray], t
             )
         if not torch.isfinite(x).all():
             raise ValueError(f"{name}[{i}] must be finite, got inf or nan")
-    # Adding 0 turns -0.0 into 0.0: they are the same number and must be the same token.
+    # Adding 0 turns -0.0 into 0.0, because they must be the same token.
     return [x.detach().cpu().double().numpy() + 0.0 for x in batch], batch[0].dtype
 
 
 def contexts(tokens: Sequence[np.ndarray], mode: str = "multiset") -> np.ndarray:
-    """An integer per sequence, equal for sequences with the same context.
+    """An integer for each sequence, equal for sequences with the same context.
 
     Args:
         tokens: integer arrays, as in `Separation.tokens`.
-        mode: "set" (the paper's definition: which tokens occur), "multiset" (and how often), or
-            "proportion" (and in which proportion: all that softmax attention can see).
+        mode: "set" (which tokens occur, the paper's definition), "multiset" (and how often), or
+            "proportion" (in which proportions they occur, all that softmax attention depends on).
 
     Example:
         >>> import numpy as np
@@ -171,7 +171,7 @@ def contexts(tokens: Sequence[np.ndarray], mode: str = "multiset") -> np.ndarray
 
 
 def closest_pair(points: np.ndarray, colour: np.ndarray | None = None) -> float:
-    """The smallest distance between two points of different `colour`; exact, not all pairs.
+    """The smallest distance between two points of different `colour`, without testing all pairs.
 
     Args:
         points: `[M, k]`.
@@ -198,7 +198,7 @@ def closest_pair(points: np.ndarray, colour: np.ndarray | None = None) -> float:
     if sizes.max() == 1 and points.shape[1] > _TREE_DIMENSIONS:
         return min(distances.min() for _, _, distances in _dense_neighbours(points, 0.0))
     if sizes.max() < 64:
-        # Among that many neighbours at least one has another colour.
+        # At least one of this many neighbours has another colour.
         k = int(sizes.max()) + 1
         distances, neighbours = _tree(points).query(points, k=k)
         return float(distances[colour[neighbours] != colour[:, None]].min())
@@ -206,7 +206,7 @@ def closest_pair(points: np.ndarray, colour: np.ndarray | None = None) -> float:
 
 
 def _closest_between_clusters(points: np.ndarray, colour: np.ndarray) -> float:
-    """`closest_pair` for few large clusters: compare only those whose balls come close enough."""
+    """`closest_pair` for a few large clusters: compare only those whose balls are close."""
     order = np.argsort(colour, kind="stable")
     clusters = np.split(points[order], np.flatnonzero(np.diff(colour[order])) + 1)
     centres = np.stack([c.mean(0) for c in clusters])
@@ -243,9 +243,9 @@ def _tree(points: np.ndarray) -> Any:
 def _dense_neighbours(
     points: np.ndarray, reach: float
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Blocks of `(i, j, distance)` with `i < j`: all pairs within `reach`, and the closest of all.
+    """Blocks of `(i, j, distance)` with `i < j`: all pairs within `reach`, and the closest pair.
 
-    A matrix product finds candidates; it loses digits, so their distances are taken afresh.
+    A matrix product finds candidates. It loses digits, so their distances are computed again.
     """
     squares = (points**2).sum(1)
     # Far above the rounding error of |x|^2 + |y|^2 - 2xy, far below any interesting distance^2.
@@ -277,7 +277,7 @@ def _pairs_below(points: np.ndarray, reach: float) -> tuple[tuple[int, int, floa
 
 
 def _proportional_pairs(tokens: Sequence[np.ndarray]) -> tuple[tuple[int, int], ...]:
-    """One pair per sequence whose proportions an earlier, differently long sequence had."""
+    """A pair for each sequence with the proportions of an earlier sequence of another length."""
     lengths = [len(t) for t in tokens]
     if len(set(lengths)) == 1:
         return ()

@@ -1,7 +1,7 @@
 """What the stages of a transform tell each other about a head, as rows of fp64 tensors.
 
-`distributed` shares these between processes, so they hold for every backend; csrc/cpu/problem.h has
-the same structures.
+`distributed` shares these between processes, so they hold for every backend; csrc/spec/types.h and
+csrc/cpu/problem.h have the same structures.
 """
 
 from __future__ import annotations

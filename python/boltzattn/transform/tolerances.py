@@ -1,6 +1,6 @@
-"""Tolerances and limits of the transform, the table that csrc/spec/tolerances.h holds in C++.
+"""The tolerances and limits of the transform that Python needs.
 
-A test holds the two tables equal.
+csrc/spec/tolerances.h has all of them; a test holds the common part equal.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""One look for all figures: colours, markers, and how a figure comes to be a file."""
+"""How results are shown: tables on the terminal, and figures in one style."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's colours, distinguishable with any colour vision; markers differ as well.
+Table = tuple[Sequence[str], Iterable[Sequence[object]]]
+
+# Okabe and Ito's colours, safe for colour-blind readers; markers differ as well.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#0072B2",
     "#E69F00",
@@ -26,14 +28,31 @@ STYLES = (
 )
 
 
+def format_table(table: Table) -> str:
+    """Header and lines in columns, the first column to the left and the others to the right.
+
+    Example:
+        >>> print(format_table((("name", "n"), [("a", 10), ("bc", 2)])))
+          name   n
+          a     10
+          bc     2
+    """
+    header, lines = table
+    cells = [list(header), *([str(cell) for cell in line] for line in lines)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(["", line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in cells
+    )
+
+
 def save_figure(draw: Callable[[Any], None], path: Path) -> None:
-    """A figure of one or two axes, drawn by `draw(figure)`, as a PNG."""
+    """Save a figure of one or two axes, drawn by `draw(figure)`, as a PNG."""
     try:
         import matplotlib
     except ImportError:
         raise SystemExit(
-            "python -m boltzattn.experiments draws figures with matplotlib; "
-            "install it with pip install 'boltzattn[experiments]'"
+            "the figures need matplotlib; install it with pip install 'boltzattn[theory]'"
         ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot

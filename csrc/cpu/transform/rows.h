@@ -1,20 +1,20 @@
-// The wide side of the transform: tokens' rows of values, taken in the order of panels.
+// Rows of values or gradients, read and written in the order of panels.
 // Included inside an ISA's namespace.
 //
-// Rows that lie in memory as vectors of T are multiplied where they are and results written where
-// they belong; any others pass through a dense block.
+// Rows that are vectors of T in memory are read and written in place; others are copied through a
+// dense block.
 
 constexpr int64_t kColumns = 256;  // columns that are worked on together, at most
 
-// Tokens first + order[0], first + order[1], ...; those of the tiles to come stand behind them.
+// Tokens first + order[0], first + order[1], ...; the tokens of the next tiles follow in `order`.
 struct Tile {
   int64_t first;
   const int32_t* order;  // [tokens + kTile] can be read
   int64_t tokens;
 };
 
-// Row i is data + order[i] * stride. Whoever works on row i asks for row i + kTile, long before it
-// is needed: random access defeats the hardware's own guesses.
+// Row i is data + order[i] * stride. Code that uses row i prefetches row i + kTile, because
+// hardware prefetching does not work for random access.
 template <class T>
 struct Rows {
   T* data;
@@ -49,8 +49,8 @@ BOLTZATTN_INLINE Rows<T> rows_in_place(const Matrix& m, int64_t h, const Tile& t
   return {static_cast<T*>(m.data) + m.head[h] + tile.first * m.row + begin, tile.order, m.row};
 }
 
-// Columns begin .. begin + columns of the tile's rows, in whole vectors: what is missing to them
-// is 0.
+// Columns begin .. begin + columns of the tile's rows, in whole vectors, padded with
+// zeros.
 template <class T>
 static Rows<T> read_rows(const Matrix& m, int64_t h, const Tile& tile, int64_t begin,
                          int64_t columns, T* block) {
@@ -74,11 +74,11 @@ static Rows<T> read_rows(const Matrix& m, int64_t h, const Tile& tile, int64_t b
   return rows_of_block(block, padded);
 }
 
-// How rows are written: in place of what was there, past the caches (for outputs too large to stay
-// in them anyway), or blended with it.
+// How rows are written: stored, stored past the caches (for outputs larger than the caches), or
+// blended with the previous rows.
 enum class Write { kStore, kStream, kBlend };
 
-// By which factors a tile's old and new rows count where they are blended; 1 and 1 at first.
+// The factors of a tile's old and new rows when they are blended; initially 1 and 1.
 template <class T>
 struct Shares {
   T kept[kTile], added[kTile];
@@ -86,7 +86,7 @@ struct Shares {
   explicit Shares(int64_t tokens) {
     for (int64_t i = 0; i < tokens; ++i) kept[i] = added[i] = 1;
   }
-  // Attention over more keys: *lse over those so far, `other` over the new ones.
+  // Merges attention over more keys: *lse is that of the previous keys, `other` of the new ones.
   void join(int64_t i, double* lse, double other) {
     if (other == -INFINITY) {
       added[i] = 0;
@@ -100,7 +100,7 @@ struct Shares {
   }
 };
 
-// Streaming needs whole cache lines; it pays for outputs larger than the caches.
+// Streaming needs whole cache lines and is faster for outputs larger than the caches.
 constexpr int64_t kStreamBytes = 1 << 20;
 template <class T>
 static Write choose_write(const Matrix& m, int64_t h, int64_t rows, int64_t columns) {
@@ -112,12 +112,12 @@ static Write choose_write(const Matrix& m, int64_t h, int64_t rows, int64_t colu
                                                                                   : Write::kStore;
 }
 
-// The rows of a block to where they belong, converted.
+// Writes the rows of a block to the tile's rows, converted.
 template <class T>
 static void scatter(const T* block, int64_t row, const Tile& tile, int64_t begin, int64_t columns,
                     const Shares<T>& shares, const Matrix& m, int64_t h, Write write) {
   with_type(m, h, tile.first, begin, [&](auto* base) {
-    // fp64 results exist exactly where the tensors are fp64.
+    // Results are fp64 if and only if the tensors are.
     if constexpr ((sizeof(*base) == 8) == (sizeof(T) == 8)) {
       const T* from = block;
       for (int64_t i = 0; i < tile.tokens; ++i, from += row) {
@@ -179,7 +179,7 @@ BOLTZATTN_INLINE void add_wide(double* to, Vec<float> x) {
     add_wide(to + k * kLanes<double>, __builtin_convertvector(half[k], Vec<double>));
 }
 
-// to[nodes][size] += weights times (rows - centre), in whole vectors: what pads a row adds 0.
+// to[nodes][size] += weights times (rows - centre), in whole vectors; padding adds 0.
 template <class T>
 static void sum_rows(int nodes, int64_t tokens, int64_t columns, const T* weight, Rows<T> rows,
                      const T* centre, double* to, int64_t size) {

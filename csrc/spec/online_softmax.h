@@ -1,15 +1,9 @@
-// The running softmax of a row: a monoid of (max, sum), to which an accumulator is scaled along.
+// The running softmax of a row: its largest logit and the sum of its weights.
 // Logits are in units of ln 2 (they were multiplied by log2(e) beforehand), so weights are powers
 // of 2; `lse` is in natural units again. Host and device; no torch.
 #pragma once
 
-#include <math.h>
-
-#ifdef __CUDACC__
-#define BOLTZATTN_HD __host__ __device__ __forceinline__
-#else
-#define BOLTZATTN_HD inline __attribute__((always_inline))
-#endif
+#include "spec/types.h"
 
 namespace boltzattn {
 
@@ -22,13 +16,13 @@ struct OnlineSoftmax {
       sizeof(T) == 8 ? T(-1.7976931348623157e308) : T(-3.4028234663852886e38);
 
   T max = -INFINITY;
-  double sum = 0;  // long rows outgrow fp32
+  double sum = 0;  // fp32 is too short for long rows
 
-  // What logits are measured from. A row that has met no finite logit is measured from 0, so that
-  // 2^(-inf - reference) is 0 and not 2^(-inf + inf).
+  // Subtracted from logits. It is 0 for a row without a finite logit, so that 2^(-inf - reference)
+  // is 0 and not 2^(-inf + inf).
   BOLTZATTN_HD T reference() const { return max == -INFINITY ? T(0) : max; }
 
-  // Admits logits up to `top`; returns the factor by which everything summed so far shrinks.
+  // Raises the maximum to `top`; returns the factor that rescales everything summed so far.
   BOLTZATTN_HD T raise(T top) {
     if (!(top > max)) return T(1);
     const T factor = sum == 0 ? T(0) : power_of_2(max - top);
@@ -37,23 +31,12 @@ struct OnlineSoftmax {
     return factor;
   }
 
-  // Adds the weights of another part of the row; returns the factors for (this, other).
-  struct Factors {
-    T self, other;
-  };
-  BOLTZATTN_HD Factors merge(const OnlineSoftmax& part) {
-    const T self = raise(part.max);
-    const T other = part.sum == 0 ? T(0) : power_of_2(part.max - reference());
-    sum += part.sum * double(other);
-    return {self, other};
-  }
-
   BOLTZATTN_HD T normaliser() const { return sum == 0 ? T(0) : T(1 / sum); }
 
-  // fp64: at 1e5 an fp32 logarithm of the partition sum has lost the sum.
+  // In fp64: fp32 cannot resolve the logarithm of a sum next to logits of 1e5.
   BOLTZATTN_HD double lse(T lowest = kLowest) const {
     if (sum == 0) return -INFINITY;
-    // A row of nothing but the lowest number, as masks use it, had to be kept in range.
+    // A row that contains only the lowest number, as masks do, was clamped to stay finite.
     return (max <= kLowest ? double(lowest) : double(max) * kLn2) + ::log(sum);
   }
 

@@ -1,32 +1,9 @@
 // Where tokens fall on an axis of the layout: panel, place on the panel, Lagrange weights there.
 // Included inside an ISA's namespace.
 
-// log(x) for positive normal x, to rounding: x = 2^e m with m in [sqrt(1/2), sqrt(2)], and
-// log(m) = 2 atanh((m - 1) / (m + 1)).
-BOLTZATTN_INLINE Vec<double> log_of(Vec<double> x) {
-  const Bits<double> bits = (Bits<double>)x;
-  const Bits<double> low = bits & 0x000fffffffffffffll;
-  const Bits<double> upper = low > 0x0006a09e667f3bcdll;  // mantissa above sqrt(2): all ones
-  const Vec<double> m = (Vec<double>)(low | (0x3ff0000000000000ll + (upper << 52)));
-  const Vec<double> e =
-      (Vec<double>)(((bits >> 52) - upper) | 0x4330000000000000ll) - (4503599627370496.0 + 1023.0);
-  const Vec<double> z = (m - 1.0) / (m + 1.0), y = z * z;
-  Vec<double> sum = y * (2.0 / 21) + 2.0 / 19;
-  sum = sum * y + 2.0 / 17;
-  sum = sum * y + 2.0 / 15;
-  sum = sum * y + 2.0 / 13;
-  sum = sum * y + 2.0 / 11;
-  sum = sum * y + 2.0 / 9;
-  sum = sum * y + 2.0 / 7;
-  sum = sum * y + 2.0 / 5;
-  sum = sum * y + 2.0 / 3;
-  return e * kLn2 + (z * 2.0 + z * y * sum);
-}
+constexpr int64_t kTile = 48;  // tokens of one panel that are worked on together
 
-constexpr int64_t kChunk = 2048;  // tokens that are sorted together, at most
-constexpr int64_t kTile = 48;     // tokens of one panel that are worked on together
-
-// Where the tokens of a chunk fall. Lives in scratch memory: it is too large for a stack.
+// Where the tokens of a chunk fall. Kept in scratch memory, because it is too large for the stack.
 struct Coordinates {
   double u[kChunk];      // the token's number on entry, then its warped coordinate
   double place[kChunk];  // in [-1, 1] on its panel
@@ -63,20 +40,19 @@ struct Coordinates {
   // Splits u into a panel and a place on it.
   void locate(const Axis& axis, int64_t count) {
     const double inverse = 0.5 / axis.half, origin = axis.origin;
-    const int32_t last = axis.panels - 1;
+    const double last = axis.panels - 1;
     for (int64_t i = 0; i < count; ++i) {
       const double f = (u[i] - origin) * inverse;
-      int32_t p = int32_t(f);
-      p = p < 0 ? 0 : p;
-      p = p > last ? last : p;
+      // A token outside the range, or NaN, is assigned to a panel, too.
+      const int32_t p = int32_t(f > 0 ? f < last ? f : last : 0);
       panel[i] = p;
       place[i] = 2 * (f - p) - 1;
     }
   }
 
   // Orders the tokens by panel, leaving out masked ones: those of panel p are
-  // order[start[p]] .. order[start[p + 1] - 1], in their old order. Some token stands in for those
-  // that would come after the last.
+  // order[start[p]] .. order[start[p + 1] - 1], in their old order. Token 0 fills the entries after
+  // the last token.
   void sort(bool masked, int64_t count, int panels, int32_t* start) {
     for (int p = 0; p <= panels; ++p) start[p] = 0;
     if (masked) {
@@ -92,8 +68,8 @@ struct Coordinates {
 };
 
 // Weights of the Lagrange basis: weight[a][i] = prod_{b != a} (x_i - x_b) / (x_a - x_b).
-// Products from both ends keep every factor and need no division. In fp64: the nodes rounded to
-// fp32 would be other nodes than those the tables were made for.
+// Products from both ends keep every factor and need no division. In fp64, because nodes
+// rounded to fp32 would not be those of the tables.
 template <class T>
 struct Lagrange {
   int nodes;

@@ -47,7 +47,7 @@ BOLTZATTN_INLINE void store(T* p, const Vec<T> (&from)[N]) {
 #pragma GCC unroll 4
   for (int u = 0; u < N; ++u) store(p + u * kLanes<T>, from[u]);
 }
-// A store past the caches, of an aligned vector; `stream_end` before others may read.
+// Stores an aligned vector past the caches. Call `stream_end` before another thread reads it.
 BOLTZATTN_INLINE void stream(float* p, Vec<float> v) {
 #if defined(__clang__)
   __builtin_nontemporal_store(v, reinterpret_cast<Vec<float>*>(p));
@@ -105,8 +105,8 @@ BOLTZATTN_INLINE T reduce_sum(Vec<T> v) {
   return Fold<T, kLanes<T>>::run(v, [](auto a, auto b) { return a + b; });
 }
 
-// 2^x for x <= 0 up to rounding; 0 where that is no normal number any more (next to what softmax
-// sums, at least 1, that is nothing), NaN for NaN. x = k + r with k an integer: adding 1.5 *
+// 2^x for x <= 0 up to rounding; 0 if the result would be subnormal (softmax adds it to a sum of at
+// least 1), NaN for NaN. x = k + r with k an integer: adding 1.5 *
 // 2^(mantissa bits) rounds x to k and leaves it in the low bits, from where it is shifted into the
 // exponent; 2^r on |r| <= 1/2 is its Chebyshev interpolant (relative error 2.6e-9 and 4.3e-18). The
 // lowest k gives the exponent of 0.
@@ -142,4 +142,48 @@ BOLTZATTN_INLINE Vec<double> exp2_of(Vec<double> x) {
   e = e * r + 1.0;
   const Vec<double> power = (Vec<double>)(((Word<double>)shifted << 52) + (uint64_t(1023) << 52));
   return e * power;
+}
+
+// log(x) for positive normal x, to rounding: x = 2^e m with m in [sqrt(1/2), sqrt(2)], and
+// log(m) = 2 atanh((m - 1) / (m + 1)).
+BOLTZATTN_INLINE Vec<double> log_of(Vec<double> x) {
+  const Bits<double> bits = (Bits<double>)x;
+  const Bits<double> low = bits & 0x000fffffffffffffll;
+  const Bits<double> upper = low > 0x0006a09e667f3bcdll;  // mantissa above sqrt(2): all ones
+  const Vec<double> m = (Vec<double>)(low | (0x3ff0000000000000ll + (upper << 52)));
+  const Vec<double> e =
+      (Vec<double>)(((bits >> 52) - upper) | 0x4330000000000000ll) - (4503599627370496.0 + 1023.0);
+  const Vec<double> z = (m - 1.0) / (m + 1.0), y = z * z;
+  Vec<double> sum = y * (2.0 / 21) + 2.0 / 19;
+  sum = sum * y + 2.0 / 17;
+  sum = sum * y + 2.0 / 15;
+  sum = sum * y + 2.0 / 13;
+  sum = sum * y + 2.0 / 11;
+  sum = sum * y + 2.0 / 9;
+  sum = sum * y + 2.0 / 7;
+  sum = sum * y + 2.0 / 5;
+  sum = sum * y + 2.0 / 3;
+  return e * kLn2 + (z * 2.0 + z * y * sum);
+}
+
+BOLTZATTN_INLINE double larger_of(double a, double b) {
+  return a > b ? a : b;
+}
+// The largest magnitude; NaN if there is a NaN or an infinity.
+template <class T>
+static double largest_of(const T* x, int64_t size) {
+  constexpr int L = kLanes<T>;
+  Vec<T> largest{}, odd{};
+  int64_t c = 0;
+  for (; c + L <= size; c += L) {
+    const Vec<T> v = load(x + c);
+    largest = larger<T>(largest, v < T(0) ? -v : v);
+    odd += v * T(0);
+  }
+  double most = double(reduce_max<T>(largest)), rest = double(reduce_sum<T>(odd));
+  for (; c < size; ++c) {
+    most = larger_of(most, x[c] < 0 ? -double(x[c]) : double(x[c]));
+    rest += double(x[c]) * 0;
+  }
+  return most + rest;
 }

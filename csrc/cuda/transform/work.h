@@ -3,24 +3,22 @@
 
 #include <type_traits>
 
-#include "certificate.h"
+#include "spec/certificate.h"
 #include "cuda/problem.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 constexpr int kMostPanels = 1024;  // of an axis
 
-struct RangePart {
+struct ExtentPart {
   double t_min, t_max, s_min, s_max;
-  int64_t keys, at_max, at_min;  // where the largest and the smallest key stand
-  int64_t regular;               // all numbers finite, and the mask is no bias
+  int64_t keys, at_max, at_min;  // indices of the largest and the smallest key
+  int64_t regular;               // all numbers are finite, and the mask is not a bias
 };
 
-// A token where its panel comes in the order of panels. The place is rounded to T: no more than a
-// number of type T is off anyway.
+// A token in the order of panels. The place is rounded to T, like the token's number itself.
 template <class T>
-struct alignas(2 * sizeof(T)) Placed {  // written and read as one
+struct alignas(2 * sizeof(T)) Placed {  // written and read at once
   T place;                              // in [-1, 1] on the panel
   std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t> token;
 };
@@ -29,11 +27,11 @@ struct HeadLayout {
   Range range;
   Layout layout;
   int64_t end_key[2];  // the largest and the smallest key
-  int64_t usable;      // else the head goes to `direct`
+  int64_t served;      // so far; else the head goes to `direct`
 };
 
-// One axis, queries or keys. Arrays start with the head; `panels`, `segments` and `chunks` are what
-// there is room for, whatever the data: sizes follow from those of the call alone.
+// One axis, queries or keys. Arrays start with the head; `panels`, `segments` and `chunks` are
+// capacities, which depend on the sizes of the call only.
 struct Side {
   int64_t n, panels, segments, chunks;
   uint32_t* counts;         // [chunks][panels]: tokens of a chunk on a panel, then where they go
@@ -47,11 +45,11 @@ struct Side {
 
 struct Work {
   Gradient g;
-  int64_t nodes, range_chunks;
+  int64_t nodes, extent_chunks;
   double precision;
   int64_t keys;  // the side a kernel is to work on: 0 queries, 1 keys
   Side side[2];
-  RangePart* parts;    // [range_chunks]
+  ExtentPart* parts;   // [extent_chunks]
   HeadLayout* heads;   // [1]
   double* basis;       // [2][nodes]: Chebyshev nodes and factors of the Lagrange basis
   double* centre;      // [2][dv]: values of the end keys
@@ -72,5 +70,4 @@ struct Work {
   int32_t* served;     // [1]
 };
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

@@ -1,26 +1,26 @@
-// The wide side of the transform: sums of tokens' rows onto the nodes of a panel, and the other way
-// round. No torch.
+// Sums of tokens' rows onto the nodes of a panel, and rows from the nodes. No torch.
 //
 // A block works on a segment: some tokens of one panel of one head. Each has kNodes weights, in
-// shared memory; its row of numbers is read where it lies. Rows are summed in the arithmetic type
+// shared memory; its row is read from global memory. Rows are summed in the arithmetic type
 // T for a few tokens, then in fp64.
 //
-// For 16-bit rows tensor cores multiply. What is not 16 bits wide itself (weights, tables, values
-// measured from a centre) is taken apart into two bf16 numbers, and of a product the three larger
-// parts are kept: 16 bits of precision, where the result is rounded to 8 or 11. A factor of one
-// bf16 number would not do, since gradients are differences of such sums.
+// 16-bit rows are multiplied by tensor cores. Factors with more bits (weights, tables, values
+// measured from a centre) are split into two bf16 numbers, and the three larger parts of a product
+// are kept: 16 bits of precision, while results are rounded to 8 or 11. One bf16 number per factor
+// would not be enough, because gradients are differences of such sums.
 #pragma once
 
 #include "cuda/direct.cuh"
+#include "spec/tolerances.h"
 
-namespace boltzattn {
-namespace cuda {
+namespace boltzattn::cuda {
 
 template <class T>
-constexpr int kNodes = sizeof(T) == 4 ? 16 : 32;  // on a panel, of either axis
+constexpr int kNodes =
+    cuda_nodes(sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64);  // on a panel, of either axis
 template <class T>
 constexpr int kSegment = sizeof(T) == 4 ? 512 : 128;  // tokens
-constexpr int kFlush = 32;  // tokens summed in T before they go to fp64: equal ones round in step
+constexpr int kFlush = 32;                            // tokens summed in T, then in fp64
 
 template <class T>
 struct Segment {
@@ -48,8 +48,8 @@ __device__ __forceinline__ void multiply_halves(float* low, float* high, const H
   multiply_add<__nv_bfloat16>(low, high, left_high, right_high);
 }
 
-// A warp's 32 lanes over nodes and columns: lane = (4 nodes) x (8 columns), or (2) x (16) as tensor
-// cores have it.
+// A warp's 32 lanes over nodes and columns: lane = (4 nodes) x (8 columns), or (2) x (16) for
+// tensor cores.
 template <class T, bool Tensor>
 struct NodeLanes {
   static constexpr int kNodesEach = Tensor ? 2 : 4, kColumnsEach = Tensor ? 16 : 8;
@@ -67,7 +67,7 @@ struct NodeLanes {
   }
 };
 
-// The tokens of a segment that a warp sums: the warps take turns of equal length.
+// The tokens of a segment that a warp sums: an equal share.
 template <class T>
 struct WarpTokens {
   int first, end;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void sum_rows(const Segment<Arithmetic<S>>& segment, 
 }
 
 // The same for 16-bit rows, on tensor cores: nodes x tokens times tokens x columns. A lane reads 16
-// bytes of four rows, and these are just the numbers that the right factors need of it.
+// bytes of four rows, exactly the numbers that it holds of the right factors.
 template <class S>
 __device__ __forceinline__ void sum_rows(const Segment<float>& segment, int count, const S* head,
                                          const Strided& m, int64_t column, int64_t columns,
@@ -294,5 +294,4 @@ struct NodeTable {
   }
 };
 
-}  // namespace cuda
-}  // namespace boltzattn
+}  // namespace boltzattn::cuda

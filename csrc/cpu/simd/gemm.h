@@ -1,6 +1,6 @@
 // Products A[m, k] B[k, n] of tiles that live in cache. Included inside an ISA's namespace.
-// A is read element by element with any strides; where rows of B come from and where rows of the
-// product go is the caller's business.
+// A is read element by element with any strides; the caller reads rows of B and takes rows of the
+// product.
 
 // Accumulators that fit the register file beside kPanel vectors of B and one of A.
 constexpr int kTileRows = BOLTZATTN_TILE_ROWS;
@@ -33,7 +33,7 @@ BOLTZATTN_INLINE void product_tile(int i, int v, int k, Strided<T> a, Line line,
   };
   int p = 0;
   if constexpr (Vectors < kPanel && Depth == 0) {
-    // Registers to spare: two sums half as long round less than one.
+    // There are registers to spare, and two sums of half the length round less than one.
     Vec<T> other[Rows][Vectors] = {};
     for (; p + 2 <= depth; p += 2) add(sum, p), add(other, p + 1);
 #pragma GCC unroll 16
@@ -55,7 +55,7 @@ BOLTZATTN_INLINE void product_rows(int i, int vectors, int k, Strided<T> a, Line
   for (; v < vectors; ++v) product_tile<T, Rows, 1, Depth>(i, v, k, a, line, finish);
 }
 
-// All rows, in tiles as tall as the registers allow, and the rest in tiles as even as can be: a
+// All rows, in tiles as tall as the registers allow. The remaining rows are split evenly, because a
 // single row would wait for its own sums.
 template <class T, class Line, class Finish>
 BOLTZATTN_INLINE void product(int m, int vectors, int k, Strided<T> a, Line line, Finish finish) {
@@ -68,8 +68,8 @@ BOLTZATTN_INLINE void product(int m, int vectors, int k, Strided<T> a, Line line
   if (m > i) product_rows<T, 1, 0>(i, vectors, k, a, line, finish);
 }
 
-// C[m, n] (+)= A B with B and C in rows of whole vectors. What is added is summed first: a running
-// sum would round by its own size each time.
+// C[m, n] (+)= A B with B and C in rows of whole vectors. The product is summed before it
+// is added, because each addition to a running sum rounds relative to the whole sum.
 template <class T, bool Accumulate>
 static void gemm(int64_t m, int64_t vectors, int64_t k, Strided<T> a, const T* b, int64_t b_row,
                  T* c, int64_t c_row) {

@@ -16,8 +16,8 @@ BOLTZATTN_INLINE int64_t most(int64_t a, int64_t b) {
 
 constexpr int64_t kCacheLine = 64;
 
-// AddressSanitizer (`make sanitize`) sees the memory it hands out; that it is cut into pieces here
-// has to be told.
+// AddressSanitizer (`make sanitize`) knows the blocks that it allocates, but not the pieces into
+// which they are cut here, so these are declared to it.
 #ifdef __SANITIZE_ADDRESS__
 extern "C" void __asan_poison_memory_region(const volatile void*, size_t);
 extern "C" void __asan_unpoison_memory_region(const volatile void*, size_t);
@@ -58,8 +58,8 @@ BOLTZATTN_INLINE void set_zero(T* data, int64_t size) {
   __builtin_memset(data, 0, size_t(size) * sizeof(T));
 }
 
-// Memory of one task, cut from a per-thread block that outlives the call: a call touches no new
-// pages.
+// Memory of one task, cut from a per-thread block that outlives the call, so that calls do not
+// touch new pages.
 struct ThreadBlock {
   char* data = nullptr;
   int64_t bytes = 0;
@@ -78,11 +78,8 @@ struct ThreadBlock {
   }
 };
 
-// The caller states how many bytes it takes in how many pieces; every piece is aligned. Scratch of
-// different slots is alive at the same time.
-enum class Slot { kTask, kHead };
-
-template <Slot>
+// The caller states how many bytes it takes in how many pieces; every piece is aligned. A thread
+// has one at a time.
 struct Scratch {
   char* next;
   char* end;

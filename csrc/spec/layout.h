@@ -1,6 +1,6 @@
 // The layout of a transform: panels and nodes on the query axis and on the key axis of one head.
-// docs/transform.md derives it. Host and device; no torch. python/boltzattn/layout.py is the same
-// mathematics in Python, and a test holds the two equal.
+// docs/transform.md derives it. Host and device; no torch. python/boltzattn/transform/layout.py is
+// the same mathematics in Python, and a test compares the two.
 //
 // Queries t live in [t_min, t_max], keys s in [s_min, s_max]; R = s_max - s_min, B = max|t| R.
 //   query axis: t = tau sinh(u), panels uniform in u;
@@ -10,19 +10,12 @@
 // rho = r + sqrt(r^2 + 1) and r = height / h.
 #pragma once
 
-#include <math.h>
-#include <stdint.h>
-
-#include "online_softmax.h"
+#include "spec/tolerances.h"
 
 namespace boltzattn {
 
 constexpr double kPi = 3.14159265358979323846;
-constexpr int kMostNodes = 32;  // on a panel
-constexpr int kLeastNodes = 8;
-constexpr int kNodeStep = 4;
-constexpr double kKeyStrip = kPi / 4;    // height of the strip on the key axis
-constexpr double kLargestProduct = 3e7;  // B beyond which fp64 itself loses the logits
+constexpr double kKeyStrip = kPi / 4;  // height of the strip on the key axis
 
 // What the layout of a head depends on.
 struct Range {
@@ -45,7 +38,7 @@ struct Layout {
   double query_strip;  // height of the strip on the query axis
 };
 
-// cos and sin of pi times a fraction; on a device the functions that need no reduction by pi.
+// cos and sin of pi times a fraction. The device functions need no argument reduction.
 BOLTZATTN_HD double cos_pi(double numerator, double denominator) {
 #ifdef __CUDA_ARCH__
   return ::cospi(numerator / denominator);
@@ -84,7 +77,7 @@ BOLTZATTN_HD Axis make_axis(double low, double high, double strip, int nodes, do
   const double widest = panel_half_width(strip, nodes, precision);
   const double panels = ::fmax(1.0, ::ceil((high - low) / (2 * widest)));
   if (high > low) return {int(panels), nodes, low, (high - low) / (2 * panels)};
-  // All tokens in one place: nodes around it, no farther than it is from 0.
+  // All tokens are equal: place the nodes around them, no farther away than 0 is.
   const double half = low == 0 ? widest : ::fmin(widest, ::fabs(low) / 2);
   return {1, nodes, low - half, half};
 }
@@ -101,7 +94,7 @@ BOLTZATTN_HD double largest_product(const Range& range) {
   return ::fmax(::fabs(range.t_min), ::fabs(range.t_max)) * key_extent(range);
 }
 
-// `hope` is how many times higher than for the worst keys the strip of the queries is taken to be.
+// `hope`: assume the strip of the queries is this many times higher than for the worst keys.
 BOLTZATTN_HD Layout make_layout(const Range& range, int query_nodes, int key_nodes,
                                 double precision, double hope = 1) {
   const double extent = key_extent(range);
@@ -121,8 +114,8 @@ BOLTZATTN_HD Layout make_layout(const Range& range, int query_nodes, int key_nod
   return layout;
 }
 
-// Multiply-adds of forward with this many tokens on either side: what the choice of nodes weighs.
-// A core entry costs an exponential besides its products.
+// Multiply-adds of a forward pass, which the choice of nodes minimizes. An entry of the core costs
+// an exponential in addition to its products.
 BOLTZATTN_HD double layout_cost(const Layout& layout, int64_t n_q, int64_t n_k, int64_t dv) {
   const double core = double(layout.query.panels) * layout.query.nodes * layout.key.panels *
                       layout.key.nodes * (2.0 * (dv + 1) + 50);
@@ -165,8 +158,8 @@ BOLTZATTN_HD double key_node(const Layout& layout, int panel, int i) {
   return key_at(layout, panel, chebyshev_node(layout.key.nodes, i));
 }
 
-// The key that logits of a query panel are measured from: the one with the largest weight. On the
-// panel around t = 0 either end will do, since B is small there.
+// The key from which logits of a query panel are measured: the one with the largest weight. On the
+// panel around t = 0 both ends work, because B is small there.
 BOLTZATTN_HD double reference_key(const Layout& layout, int query_panel) {
   const Axis& axis = layout.query;
   return axis.origin + axis.half * (2 * query_panel + 1) >= 0 ? layout.s_max : layout.s_min;

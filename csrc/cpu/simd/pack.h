@@ -31,8 +31,8 @@ template <class T>
 BOLTZATTN_INLINE T widen(BFloat16 x) {
   return T(from_bits(uint32_t(x.bits) << 16));
 }
-// Shifted into place the exponent is 112 too small: one multiplication repairs it, and normalises
-// subnormal numbers along the way. Infinity and NaN have the largest exponent and need it raised.
+// After the shift the exponent is 112 too small. One multiplication corrects it and normalizes
+// subnormal numbers. Infinity and NaN have the largest exponent, which must be raised.
 template <class T>
 BOLTZATTN_INLINE T widen(Float16 x) {
   const uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
@@ -90,7 +90,7 @@ BOLTZATTN_INLINE void with_type(const Matrix& m, int64_t h, int64_t row, int64_t
     case DType::kFloat16:
       return go(static_cast<Float16*>(m.data) + offset);
     case DType::kBool:
-      return;  // masks of truth values are read where their meaning is known
+      return;  // bool masks are read elsewhere
   }
 }
 
@@ -130,7 +130,7 @@ static void write_block(const T* from, int64_t from_row, int64_t from_column, in
                         int64_t columns, const Matrix& m, int64_t h, int64_t first_row,
                         int64_t first_column) {
   with_type(m, h, first_row, first_column, [&](auto* to) {
-    // fp64 results exist exactly where the tensors are fp64.
+    // Results are fp64 if and only if the tensors are.
     if constexpr ((sizeof(*to) == 8) == (sizeof(T) == 8))
       write_block(from, from_row, from_column, rows, columns, to, m.row, m.column);
   });

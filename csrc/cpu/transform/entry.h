@@ -1,0 +1,163 @@
+// The transform of all heads of a call; a head that it cannot serve goes to `direct`. Included
+// inside an ISA's namespace.
+
+// Each thread takes whole heads if there are many; all threads share each head if there are few.
+template <class Body>
+static void for_heads(int64_t heads, Body body) {
+  heads >= thread_count() ? parallel(heads, body) : serial(heads, body);
+}
+
+// Fills `range`; false if this head is not for the transform.
+template <class T>
+static bool find_range(Head<T>& head) {
+  const Attention& call = head.call;
+  Extent queries, keys;
+  if (head.layer && head.layer->extents && !call.key_mask) {
+    const int64_t summed = head.layer->summed, at = head.h % summed;
+    const Extent* group = head.layer->extents + head.h / summed * 2 * summed;
+    queries = group[at];
+    keys = group[summed + at];
+  } else {
+    find_extents(call, head.h, queries, keys);
+  }
+  const double ends[2] = {queries.low * call.scale, queries.high * call.scale};
+  head.range = {call.scale < 0 ? ends[1] : ends[0], call.scale < 0 ? ends[0] : ends[1], keys.low,
+                keys.high, int64_t(keys.count)};
+  head.end_key[0] = int64_t(keys.at_high);
+  head.end_key[1] = int64_t(keys.at_low);
+  return queries.regular != 0 && keys.regular != 0;
+}
+
+// The largest |v| among the keys that are not masked.
+template <class T>
+static double largest_value(const Head<T>& head) {
+  const Attention& call = head.call;
+  const int64_t chunks = ceil_div(call.n_k, kChunk);
+  Buffer<double> part(chunks);
+  parallel(chunks, [&](int64_t c) {
+    Buffer<T> row(head.dv);
+    part.data[c] = 0;
+    uint8_t skip[kChunk] = {};
+    read_mask(call, head.h, c * kChunk, least(kChunk, call.n_k - c * kChunk), skip);
+    for (int64_t j = c * kChunk; j < least(call.n_k, (c + 1) * kChunk); ++j) {
+      if (skip[j - c * kChunk]) continue;
+      read_block(call.value, head.h, j, 0, 1, head.dv, row.data, 0, 1);
+      part.data[c] = larger_of(part.data[c], largest_of(row.data, head.dv));
+    }
+  });
+  double largest = 0;
+  for (int64_t c = 0; c < chunks; ++c) largest = larger_of(largest, part.data[c]);
+  return largest;
+}
+
+// Extents, layout, moments and core, refined until the certificate is within tolerance; whether the
+// head is served.
+template <class T>
+static bool build(Head<T>& head, bool slopes) {
+  if (!find_range(head)) return false;
+  if (head.empty()) return true;
+  const double product = largest_product(head.range);
+  if (!(product <= kLargestProduct)) return false;
+  const Attention& call = head.call;
+  Layout& layout = head.layout;
+  const DType dtype = call.value.dtype;
+  find_centres(head);
+  double largest = 0;
+  for (int level = 0; level < kLevels; ++level) {
+    const double precision = precision_of(dtype, level);
+    const bool hopeful = level == 0 && dtype != DType::kFloat64;  // fp64 needs its last digits
+    layout = choose_layout(head.range, call.n_q, call.n_k, head.dv, precision,
+                           most_key_nodes(dtype), hopeful ? kHope : 1);
+    sum_moments(head);
+    if (!finite_sums(head)) return false;
+    measure_from_ends(head);
+    Bounds bounds = run_core(head, slopes);
+    if (!(bounds.largest <= kLargestSum)) return false;
+    const double share = slopes ? kHopeShareSlopes : kHopeShare;
+    if (hopeful && bounds.query > rounding_of(dtype, product) * bounds.largest * share) {
+      layout.query = make_layout(head.range, layout.query.nodes, layout.key.nodes, precision).query;
+      bounds = run_core(head, slopes);
+    }
+    // |F - centre| <= 2 max|v|, so half of its largest can only overstate the relative error;
+    // the values themselves are read only if that is not good enough.
+    if (certify(head, bounds, bounds.largest / 2)) return true;
+    if (head.layer) continue;  // its values are not available
+    if (largest == 0) largest = largest_value(head);
+    if (certify(head, bounds, largest)) return true;
+  }
+  return false;
+}
+
+// One head by `direct`, merged with out and lse.
+template <class T>
+static void merge_direct(const Attention& whole, int64_t h) {
+  const int64_t start = 0;
+  Buffer<T> out(whole.n_q * whole.dv);
+  Buffer<double> lse(whole.n_q);
+  Attention call = whole;
+  call.heads = 1;
+  for (Matrix* m : {&call.query, &call.key, &call.value, &call.key_mask}) m->head += h;
+  const DType dtype = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
+  call.out = {out.data, dtype, &start, whole.dv, 1};
+  call.lse = {lse.data, DType::kFloat64, &start, 1, 0};
+  direct_forward<T>(call);
+  for (int64_t i = 0; i < whole.n_q; ++i) {
+    const int32_t here = 0;
+    Shares<T> shares(1);
+    shares.join(0, lse_of(whole, h) + i, lse.data[i]);
+    for_blocks(whole.dv, [&](int64_t c, int64_t width) {
+      scatter(out.data + i * whole.dv + c, kColumns, Tile{i, &here, 1}, c, width, shares, whole.out,
+              h, Write::kBlend);
+    });
+  }
+}
+
+template <class T>
+static void transform_forward(const Attention& call) {
+  for_heads(call.heads, [&](int64_t h) {
+    Head<T> head(call, h);
+    if (build(head, false)) return evaluate(head);
+    call.merge ? merge_direct<T>(call, h) : direct_forward_heads<T>(call, h, h + 1);
+  });
+}
+
+template <class T>
+static void transform_backward(const AttentionGradient& g) {
+  for_heads(g.call.heads, [&](int64_t h) {
+    Head<T> head(g.call, h);
+    build(head, true) ? write_gradients(head, g) : direct_backward_heads<T>(g, h, h + 1);
+  });
+}
+
+// The heads are added up one after the other. Returns whether all were served.
+template <class T>
+static bool layer_forward(const Attention& call, const Layer& layer) {
+  for (int64_t h = 0; h < call.heads; ++h) {
+    Head<T> head(call, h, &layer);
+    if (!build(head, false)) return false;
+    evaluate(head);
+  }
+  return true;
+}
+
+template <class T>
+static bool layer_backward(const AttentionGradient& g, const Layer& layer) {
+  for (int64_t h = 0; h < g.call.heads; ++h) {
+    Head<T> head(g.call, h, &layer);
+    if (!build(head, true)) return false;
+    write_gradients(head, g);
+  }
+  return true;
+}
+
+template <class T>
+static void transform_report(const Attention& call, TransformReport* reports) {
+  for_heads(call.heads, [&](int64_t h) {
+    Head<T> head(call, h);
+    const bool served = build(head, false);
+    const Axis &query = head.layout.query, &key = head.layout.key;
+    const double product = head.range.keys > 0 ? largest_product(head.range) : 0;
+    reports[h] = {double(served),      head.certificate,   product,          double(query.panels),
+                  double(query.nodes), double(key.panels), double(key.nodes)};
+  });
+}
