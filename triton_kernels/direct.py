@@ -8,7 +8,7 @@ import torch
 from boltzattn.problem import Gradients, OutputGradients, Problem, Saved
 from boltzattn.triton_kernels.direct_kernels import (
     Dropout,
-    Pairs,
+    Sizes,
     direct_forward_kernel,
     direct_key_gradient_kernel,
     direct_query_gradient_kernel,
@@ -40,16 +40,15 @@ def direct_backward(grads: OutputGradients, saved: Saved, problem: Problem) -> G
 
 
 def _inputs(problem: Problem, served: Tensor | None) -> tuple[Any, ...]:
-    """The arguments that all kernels have in common."""
-    query, key, value = problem[:3]
-    n_q, (n_k, dv) = query.shape[-2], value.shape[-2:]
-    matrices = (strided(x, 2) for x in (query, key, value))
-    pairs = Pairs(*matrices, lead_of(query, 2), n_q, n_k, dv, problem.scale)
-    dropout, p = None, problem.dropout_p
-    if problem.seed is not None and p > 0.0:
+    """The arguments that all kernels have in common; the last are the sizes."""
+    query, key, value, attn_mask, key_mask, seed, scale, p, _ = problem
+    sizes = Sizes(*lead_of(query, 2), query.shape[-2], *value.shape[-2:], scale)
+    dropout = None
+    if seed is not None and p > 0.0:
         kept_factor = 1.0 / (1.0 - p) if p < 1.0 else 0.0
-        dropout = Dropout(strided(problem.seed, 0), round(p * 2**32), kept_factor)
-    return pairs, strided(problem.attn_mask, 2), strided(problem.key_mask, 1), dropout, served
+        dropout = Dropout(*strided(seed, 0)[:4], round(p * 2**32), kept_factor)
+    tensors = *(strided(x, 2) for x in (query, key, value, attn_mask)), strided(key_mask, 1)
+    return *tensors, dropout, served, sizes
 
 
 def _options(kernel: str, problem: Problem) -> dict[str, Any]:
@@ -62,9 +61,9 @@ def forward_unserved(problem: Problem, served: Tensor | None, saved: Saved) -> N
     """Fill in the results of the heads that are not served."""
     with on_device(problem.query):
         fixed = _options("forward", problem)
-        pairs, *_ = inputs = _inputs(problem, served)
-        rows = cdiv(pairs.n_q, fixed["BLOCK_Q"]) * pairs.lead.heads
-        grid = rows, cdiv(pairs.dv, fixed["BLOCK_DV"])
+        *_, sizes = inputs = _inputs(problem, served)
+        rows = cdiv(sizes.n_q, fixed["BLOCK_Q"]) * sizes.total
+        grid = rows, cdiv(sizes.dv, fixed["BLOCK_DV"])
         launch(direct_forward_kernel, grid, *inputs, *saved, **fixed)
 
 
@@ -79,16 +78,16 @@ def backward_unserved(
     query, key, _ = problem[:3]
     with on_device(query):
         by_row, by_key = _options("query_gradient", problem), _options("key_gradient", problem)
-        pairs, *_ = inputs = _inputs(problem, served)
-        heads, shares = pairs.lead.heads, cdiv(pairs.dv, by_row["BLOCK_DV"])
-        delta = query.new_empty(shares, heads, pairs.n_q, dtype=torch.float32)
+        *_, sizes = inputs = _inputs(problem, served)
+        heads, shares = sizes.total, cdiv(sizes.dv, by_row["BLOCK_DV"])
+        delta = query.new_empty(shares, heads, sizes.n_q, dtype=torch.float32)
         # Every block of columns has a share of dq and of dk.
         to_query = query.new_empty(shares, *query.shape, dtype=torch.float32)
         to_key = query.new_empty(shares, *key.shape, dtype=torch.float32)
         grad_out = strided(grads.out, 2)
         launch(
             direct_query_gradient_kernel,
-            (cdiv(pairs.n_q, by_row["BLOCK_Q"]) * heads, shares),
+            (cdiv(sizes.n_q, by_row["BLOCK_Q"]) * heads, shares),
             *inputs,
             grad_out,
             strided(grads.lse, 1),
@@ -100,7 +99,7 @@ def backward_unserved(
         )
         launch(
             direct_key_gradient_kernel,
-            (cdiv(pairs.n_k, by_key["BLOCK_K"]) * heads, shares),
+            (cdiv(sizes.n_k, by_key["BLOCK_K"]) * heads, shares),
             *inputs,
             grad_out,
             saved.lse,

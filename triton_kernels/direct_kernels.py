@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from boltzattn.triton_kernels.heads import (
-    Lead,
-    Strided,
     head_of,
     inside,
     load_column,
@@ -34,13 +32,10 @@ from boltzattn.triton_kernels.heads import (
 RANK_TILE = tl.constexpr(16)  # columns of dq and dk in a matrix product
 
 
-class Pairs(NamedTuple):
-    """What every kernel reads; masks and dropout, which may be None, are arguments of their own."""
-
-    query: Strided
-    key: Strided
-    value: Strided
-    lead: Lead
+class Sizes(NamedTuple):
+    total: int  # as in Lead
+    middle: int
+    inner: int
     n_q: int
     n_k: int
     dv: int
@@ -48,7 +43,10 @@ class Pairs(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    seed: Strided
+    pointer: Any  # of the seeds, as in Strided
+    outer: int
+    middle: int
+    inner: int
     dropped_below: int  # a draw of 32 bits
     kept_factor: float
 
@@ -62,13 +60,13 @@ class Program(NamedTuple):
 
 
 @triton.jit
-def program_of(pairs, n, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr):
+def program_of(sizes, n, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr):
     """This program, where blocks of BLOCK rows or keys share out n."""
     blocks = tl.cdiv(n, BLOCK)
     return Program(
-        head_of(tl.program_id(0) // blocks, pairs.lead),
+        head_of(tl.program_id(0) // blocks, sizes),
         tl.program_id(0) % blocks * BLOCK,
-        span_of(tl.program_id(1) * BLOCK_DV, pairs.dv, BLOCK_DV),
+        span_of(tl.program_id(1) * BLOCK_DV, sizes.dv, BLOCK_DV),
     )
 
 
@@ -83,7 +81,7 @@ def mix32(x):
 @triton.jit
 def dropout_factor(dropout, head, rows, keys):
     """What a block of weights is multiplied by; the same bits as reference.dropout_keep."""
-    number = tl.load(start_of(dropout.seed, head)).to(tl.uint64)
+    number = tl.load(start_of(dropout, head)).to(tl.uint64)
     low, high = (number & 0xFFFFFFFF).to(tl.uint32), (number >> 32).to(tl.uint32)
     row, key = rows.first + rows.local, keys.first + keys.local
     line = mix32(mix32(low ^ mix32(high)) + row.to(tl.uint32) * 0x27D4EB2F)
@@ -93,18 +91,27 @@ def dropout_factor(dropout, head, rows, keys):
 
 @triton.jit
 def masked_scores(
-    pairs, attn_mask, key_mask, head, rows, keys, IS_CAUSAL: tl.constexpr, RANK: tl.constexpr
+    query,
+    key,
+    attn_mask,
+    key_mask,
+    scale,
+    head,
+    rows,
+    keys,
+    IS_CAUSAL: tl.constexpr,
+    RANK: tl.constexpr,
 ):
     """Logits [BLOCK_K, BLOCK_Q] of a block of pairs, -inf where a query may not attend.
 
     Forward and backward share it, so that weights are rebuilt from the very same numbers. The loop
     over ranks is a loop: unrolled, it would hold all columns in registers.
     """
-    q = load_column(pairs.query, head, rows, 0) * pairs.scale
-    score = load_column(pairs.key, head, keys, 0)[:, None] * q[None, :]
+    q = load_column(query, head, rows, 0) * scale
+    score = load_column(key, head, keys, 0)[:, None] * q[None, :]
     for r in range(1, RANK):
-        q = load_column(pairs.query, head, rows, r) * pairs.scale
-        score = tl.fma(load_column(pairs.key, head, keys, r)[:, None], q[None, :], score)
+        q = load_column(query, head, rows, r) * scale
+        score = tl.fma(load_column(key, head, keys, r)[:, None], q[None, :], score)
     allowed = inside(keys)[:, None]
     if IS_CAUSAL:
         allowed = allowed & (keys.local[:, None] <= (rows.first - keys.first) + rows.local[None, :])
@@ -125,11 +132,14 @@ def masked_scores(
 
 @triton.jit
 def direct_forward_kernel(
-    pairs,
+    query,
+    key,
+    value,
     attn_mask,
     key_mask,
     dropout,
     served,
+    sizes,
     out,  # [heads, n_q, dv], written
     lse,  # [heads, n_q] fp64, written
     IS_CAUSAL: tl.constexpr,
@@ -140,19 +150,21 @@ def direct_forward_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    head, row, columns = program_of(pairs, pairs.n_q, BLOCK_Q, BLOCK_DV)
+    head, row, columns = program_of(sizes, sizes.n_q, BLOCK_Q, BLOCK_DV)
     if served is not None:
         if tl.load(served + head.number) != 0:
             return
-    rows = span_of(row, pairs.n_q, BLOCK_Q)
+    rows = span_of(row, sizes.n_q, BLOCK_Q)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float64)  # long rows outgrow fp32
     acc = tl.zeros([BLOCK_DV, BLOCK_Q], tl.float32)
-    end = tl.minimum(pairs.n_k, row + BLOCK_Q) if IS_CAUSAL else pairs.n_k
+    end = tl.minimum(sizes.n_k, row + BLOCK_Q) if IS_CAUSAL else sizes.n_k
     for first_key in range(0, end, BLOCK_K):
-        keys = span_of(first_key, pairs.n_k, BLOCK_K)
-        v = load_matrix(pairs.value, head, keys, columns).to(DOT)
-        score = masked_scores(pairs, attn_mask, key_mask, head, rows, keys, IS_CAUSAL, RANK)
+        keys = span_of(first_key, sizes.n_k, BLOCK_K)
+        v = load_matrix(value, head, keys, columns).to(DOT)
+        score = masked_scores(
+            query, key, attn_mask, key_mask, sizes.scale, head, rows, keys, IS_CAUSAL, RANK
+        )
         higher = tl.maximum(top, tl.max(score, 0))
         # A row that has met no finite logit is measured from 0: exp(-inf - 0) is 0.
         reference = tl.where(higher == float("-inf"), 0.0, higher)
@@ -166,8 +178,8 @@ def direct_forward_kernel(
         top = higher
 
     normaliser = tl.where(total == 0.0, 0.0, 1.0 / total).to(tl.float32)
-    line = head.number * pairs.n_q
-    store_matrix(out + line * pairs.dv, tl.trans(acc * normaliser[None, :]), rows, columns)
+    line = head.number * sizes.n_q
+    store_matrix(out + line * sizes.dv, tl.trans(acc * normaliser[None, :]), rows, columns)
     if tl.program_id(1) == 0:
         tl.store(lse + line + row + rows.local, top.to(tl.float64) + tl.log(total), inside(rows))
 
@@ -183,11 +195,14 @@ def rebuilt_weights(score, lse):
 
 @triton.jit
 def direct_query_gradient_kernel(
-    pairs,
+    query,
+    key,
+    value,
     attn_mask,
     key_mask,
     dropout,
     served,
+    sizes,
     grad_out,
     grad_lse,
     out,
@@ -202,12 +217,12 @@ def direct_query_gradient_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    head, row, columns = program_of(pairs, pairs.n_q, BLOCK_Q, BLOCK_DV)
+    head, row, columns = program_of(sizes, sizes.n_q, BLOCK_Q, BLOCK_DV)
     if served is not None:
         if tl.load(served + head.number) != 0:
             return
-    rows, ranks = span_of(row, pairs.n_q, BLOCK_Q), span_of(0, RANK, RANK_TILE)
-    share = (tl.program_id(1).to(tl.int64) * pairs.lead.heads + head.number) * pairs.n_q
+    rows, ranks = span_of(row, sizes.n_q, BLOCK_Q), span_of(0, RANK, RANK_TILE)
+    share = (tl.program_id(1).to(tl.int64) * sizes.total + head.number) * sizes.n_q
 
     g = load_matrix(grad_out, head, rows, columns).to(DOT)
     o = load_matrix(out, head, rows, columns)
@@ -216,30 +231,35 @@ def direct_query_gradient_kernel(
         if tl.program_id(1) == 0:
             shift -= load_vector(grad_lse, head, rows).to(tl.float32)
     tl.store(delta + share + row + rows.local, shift, inside(rows))
-    row_lse = tl.load(lse + head.number * pairs.n_q + row + rows.local, inside(rows), other=0.0)
+    row_lse = tl.load(lse + head.number * sizes.n_q + row + rows.local, inside(rows), other=0.0)
     acc = tl.zeros([RANK_TILE, BLOCK_Q], tl.float32)
-    end = tl.minimum(pairs.n_k, row + BLOCK_Q) if IS_CAUSAL else pairs.n_k
+    end = tl.minimum(sizes.n_k, row + BLOCK_Q) if IS_CAUSAL else sizes.n_k
     for first_key in range(0, end, BLOCK_K):
-        keys = span_of(first_key, pairs.n_k, BLOCK_K)
-        v = load_matrix(pairs.value, head, keys, columns).to(DOT)
-        score = masked_scores(pairs, attn_mask, key_mask, head, rows, keys, IS_CAUSAL, RANK)
+        keys = span_of(first_key, sizes.n_k, BLOCK_K)
+        v = load_matrix(value, head, keys, columns).to(DOT)
+        score = masked_scores(
+            query, key, attn_mask, key_mask, sizes.scale, head, rows, keys, IS_CAUSAL, RANK
+        )
         weight = rebuilt_weights(score, row_lse)
         grad_weight = tl.dot(v, tl.trans(g), input_precision=PRECISION)
         if dropout is not None:
             grad_weight *= dropout_factor(dropout, head, rows, keys)
         grad_score = weight * (grad_weight - shift[None, :])
-        k = load_matrix(pairs.key, head, keys, ranks).to(tl.float32)
+        k = load_matrix(key, head, keys, ranks).to(tl.float32)
         acc = tl.dot(tl.trans(k), grad_score, acc, input_precision=PRECISION)
-    store_matrix(grad_query + share * RANK, tl.trans(acc * pairs.scale), rows, ranks)
+    store_matrix(grad_query + share * RANK, tl.trans(acc * sizes.scale), rows, ranks)
 
 
 @triton.jit
 def direct_key_gradient_kernel(
-    pairs,
+    query,
+    key,
+    value,
     attn_mask,
     key_mask,
     dropout,
     served,
+    sizes,
     grad_out,
     lse,  # [heads, n_q] fp64
     delta,  # [column blocks, heads, n_q] fp32
@@ -253,22 +273,24 @@ def direct_key_gradient_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    head, first_key, columns = program_of(pairs, pairs.n_k, BLOCK_K, BLOCK_DV)
+    head, first_key, columns = program_of(sizes, sizes.n_k, BLOCK_K, BLOCK_DV)
     if served is not None:
         if tl.load(served + head.number) != 0:
             return
-    keys, ranks = span_of(first_key, pairs.n_k, BLOCK_K), span_of(0, RANK, RANK_TILE)
-    share = tl.program_id(1).to(tl.int64) * pairs.lead.heads + head.number
-    lse += head.number * pairs.n_q
-    delta += share * pairs.n_q
+    keys, ranks = span_of(first_key, sizes.n_k, BLOCK_K), span_of(0, RANK, RANK_TILE)
+    share = tl.program_id(1).to(tl.int64) * sizes.total + head.number
+    lse += head.number * sizes.n_q
+    delta += share * sizes.n_q
 
-    v = load_matrix(pairs.value, head, keys, columns).to(DOT)
+    v = load_matrix(value, head, keys, columns).to(DOT)
     to_key = tl.zeros([BLOCK_K, RANK_TILE], tl.float32)
     to_value = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
-    for row in range(first_key // BLOCK_Q * BLOCK_Q if IS_CAUSAL else 0, pairs.n_q, BLOCK_Q):
-        rows = span_of(row, pairs.n_q, BLOCK_Q)
+    for row in range(first_key // BLOCK_Q * BLOCK_Q if IS_CAUSAL else 0, sizes.n_q, BLOCK_Q):
+        rows = span_of(row, sizes.n_q, BLOCK_Q)
         g = load_matrix(grad_out, head, rows, columns).to(DOT)
-        score = masked_scores(pairs, attn_mask, key_mask, head, rows, keys, IS_CAUSAL, RANK)
+        score = masked_scores(
+            query, key, attn_mask, key_mask, sizes.scale, head, rows, keys, IS_CAUSAL, RANK
+        )
         # Rows past the end have weights, but neither a gradient nor a delta.
         weight = rebuilt_weights(score, tl.load(lse + row + rows.local, inside(rows), other=0.0))
         shift = tl.load(delta + row + rows.local, inside(rows), other=0.0)
@@ -280,7 +302,7 @@ def direct_key_gradient_kernel(
             kept *= factor
         grad_score = weight * (grad_weight - shift[None, :])
         to_value = tl.dot(kept.to(DOT), g, to_value, input_precision=PRECISION)
-        q = load_matrix(pairs.query, head, rows, ranks).to(tl.float32)
+        q = load_matrix(query, head, rows, ranks).to(tl.float32)
         to_key = tl.dot(grad_score, q, to_key, input_precision=PRECISION)
-    store_matrix(grad_value + head.number * pairs.n_k * pairs.dv, to_value, keys, columns)
-    store_matrix(grad_key + share * pairs.n_k * RANK, to_key * pairs.scale, keys, ranks)
+    store_matrix(grad_value + head.number * sizes.n_k * sizes.dv, to_value, keys, columns)
+    store_matrix(grad_key + share * sizes.n_k * RANK, to_key * sizes.scale, keys, ranks)

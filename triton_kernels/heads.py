@@ -4,6 +4,9 @@ Canonical tensors have any leading shape, often with stride 0. Kernels see three
 that batches, heads and groups of heads need no copy, and number the heads from 0. A tensor reaches
 a kernel as `Strided`, a missing one as None.
 
+Arguments of kernels are flat tuples: Triton 3.6 loses a 1 or None in a tuple within a tuple. Tuples
+that hold more than `Strided` or `Lead` name those fields the same, and can stand in for them.
+
 Offsets of heads and blocks are int64; within a block they are int32, which halves the registers
 that addresses take. So strides within a head are kept below LARGEST_STRIDE.
 """
@@ -36,7 +39,7 @@ class Strided(NamedTuple):
 class Lead(NamedTuple):
     """The number of heads, and the sizes of the two inner leading axes."""
 
-    heads: Any
+    total: Any
     middle: Any
     inner: Any
 

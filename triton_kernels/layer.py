@@ -1,17 +1,17 @@
 """Rank-1 self-attention with its projections applied at the nodes.
 
 The transform runs on the tokens themselves. What it finds at the nodes is multiplied by the heads'
-weights, a few hundred rows whatever the length, and only then read off at the queries:
+weights, a few hundred rows whatever the length, and only then evaluated at the queries:
 
     out_i = sum_h sum_a l_a(t_hi) (F_ha W_h^T)
 
-Backward sums the incoming gradient onto the nodes, G_ha, and goes on with G_ha W_h; the gradient of
-a weight is sum_a G_ha^T F_ha. Heads that the transform does not serve are left to `direct` and to
-`product_kernel`, which start in any case and leave served heads alone: the host waits for nothing.
+Backward sums the incoming gradient onto the nodes, G_ha, and continues with G_ha W_h; the gradient
+of a weight is sum_a G_ha^T F_ha. Heads that the transform does not serve are left to `direct` and
+`product_kernel`, which start in any case and leave served heads alone: the host does not wait.
 
 Heads come before batches here, so that those of one head lie together; outputs of heads are added
-up one head at a time, in fp32. The extents that a problem may carry are not needed: finding them
-again is a small part of one kernel.
+up one head at a time, in fp32. The extents in a problem are not used: finding them again costs
+little.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def heads_first(problem: LayerProblem) -> Problem:
 
 
 def of_head(x: Any, head: int, batch: int) -> Any:
-    """A head's part of what kernels make of all heads, [heads * batch, ...]."""
+    """One head of x, whose tensors are [heads * batch, ...]."""
     if isinstance(x, Tensor):
         return x[head * batch : (head + 1) * batch]
     return type(x)(*(of_head(y, head, batch) for y in x)) if isinstance(x, tuple) else x
@@ -111,7 +111,7 @@ def of_head(x: Any, head: int, batch: int) -> Any:
 def one_head(transform: Transform, head: int) -> Transform:
     problem = Problem(*(x[head] if isinstance(x, Tensor) else x for x in transform.problem))
     one = of_head(transform._replace(problem=None), head, len(problem.query))
-    heads = one.heads._replace(lead=lead_of(problem.query, 2))
+    heads = one.heads._replace(**lead_of(problem.query, 2)._asdict())
     return one._replace(problem=problem, heads=heads)
 
 
@@ -164,7 +164,7 @@ def layer_backward(grad_out: Tensor, problem: LayerProblem) -> LayerGradients:
         projected = sums.view(heads, -1, d_out) @ weight.double()
         tables = adjoint(transform, projected.view(*nodes, d), lse_sums)
 
-        # Panels that a head does not use hold anything.
+        # Panels that a head does not use are uninitialised.
         panels = torch.arange(nodes[1], device=value.device)
         served = transform.heads.served[:, None] != 0
         used = ((panels < layout[:, QUERY_PANELS.value, None]) & served)[:, :, None, None]

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from boltzattn.triton_kernels.extents import EXTENT, join_extents
-from boltzattn.triton_kernels.heads import Lead
 
 T_MIN = tl.constexpr(0)
 T_MAX = tl.constexpr(1)
@@ -42,7 +41,9 @@ class Heads(NamedTuple):
 
     layout: Any  # [heads, FIELDS] fp64
     served: Any  # [heads] int32
-    lead: Lead
+    total: int  # as in Lead
+    middle: int
+    inner: int
     query_panels: int  # at most
     key_panels: int
 

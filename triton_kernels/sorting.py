@@ -72,7 +72,7 @@ def count_kernel(
     BLOCK: tl.constexpr,
 ):
     """How many tokens of a block lie on each panel."""
-    head = head_of(tl.program_id(0) // tl.cdiv(n, BLOCK), heads.lead)
+    head = head_of(tl.program_id(0) // tl.cdiv(n, BLOCK), heads)
     if tl.load(heads.served + head.number) == 0:
         return
     row = heads.layout + head.number * FIELDS
@@ -109,7 +109,7 @@ def order_kernel(
     LEVELS: tl.constexpr,  # BLOCK = 2 ** LEVELS
 ):
     """A block is sorted on its own first: runs of tokens then go to memory as a whole."""
-    head = head_of(tl.program_id(0) // tl.cdiv(n, BLOCK), heads.lead)
+    head = head_of(tl.program_id(0) // tl.cdiv(n, BLOCK), heads)
     if tl.load(heads.served + head.number) == 0:
         return
     row = heads.layout + head.number * FIELDS

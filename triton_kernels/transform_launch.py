@@ -79,16 +79,16 @@ def find_layouts(problem: Problem) -> Heads:
     query, key = problem.query, problem.key
     n_q, n_k, lead = query.shape[-2], key.shape[-2], lead_of(query, 2)
     aims, blocks = PRECISION[query.dtype], cdiv(max(n_q, n_k), TOKEN_BLOCK)
-    parts = query.new_empty(lead.heads, 2, blocks, EXTENT.value, dtype=torch.float64)
-    layout = query.new_empty(lead.heads, FIELDS.value, dtype=torch.float64)
-    served = query.new_empty(lead.heads, dtype=torch.int32)
-    heads = Heads(layout, served, lead, *most_panels(n_k, aims))
+    parts = query.new_empty(lead.total, 2, blocks, EXTENT.value, dtype=torch.float64)
+    layout = query.new_empty(lead.total, FIELDS.value, dtype=torch.float64)
+    served = query.new_empty(lead.total, dtype=torch.int32)
+    heads = Heads(layout, served, *lead, *most_panels(n_k, aims))
     inputs = strided(query, 2), strided(key, 2), strided(problem.key_mask, 1)
     sizes = lead, n_q, n_k, split(problem.scale)
-    launch(extents_kernel, (lead.heads * blocks,), *inputs, parts, *sizes, BLOCK=TOKEN_BLOCK)
+    launch(extents_kernel, (lead.total * blocks,), *inputs, parts, *sizes, BLOCK=TOKEN_BLOCK)
     launch(
         layout_kernel,
-        (lead.heads,),
+        (lead.total,),
         parts,
         heads,
         blocks,
@@ -105,7 +105,7 @@ def sort(problem: Problem, heads: Heads, is_key: bool) -> tuple[Tokens, Tensor |
     """The tokens of an axis in the order of their panels, and the queries themselves in it."""
     x, mask = (problem.key, problem.key_mask) if is_key else (problem.query, None)
     panels, scale = (heads.key_panels, 1.0) if is_key else (heads.query_panels, problem.scale)
-    n, count = x.shape[-2], heads.lead.heads
+    n, count = x.shape[-2], heads.total
     blocks = cdiv(n, TOKEN_BLOCK)
     bins = 1 << panels.bit_length()  # one at least for masked keys
     counts = x.new_zeros(count, bins, blocks, dtype=torch.int32)
@@ -133,7 +133,7 @@ PASSES = {
 def pass_over_tokens(
     name: str, heads: Heads, tokens: Tokens, dtype: torch.dtype, dv: int, *args: Any
 ) -> None:
-    grid = heads.lead.heads * tokens.slots, column_blocks(dv)
+    grid = heads.total * tokens.slots, column_blocks(dv)
     fixed = token_options(name, dtype, dv)
     launch(PASSES[name], grid, heads, tokens, dv, *args, BINS=tokens.counts.shape[1], **fixed)
 
@@ -148,9 +148,9 @@ def sum_parts(
     heads: Heads, tokens: Tokens, is_key: bool, rows: Tensor, numbers: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Parts added up in fp64: rows [heads, panels, NODES, dv] in dtype, numbers without dv."""
-    shape, dv = (heads.lead.heads, tokens.panels, NODES), rows.shape[-1]
+    shape, dv = (heads.total, tokens.panels, NODES), rows.shape[-1]
     sums, totals = rows.new_empty(*shape, dv, dtype=dtype), numbers.new_empty(shape)
-    grid = heads.lead.heads * tokens.panels, column_blocks(dv)
+    grid = heads.total * tokens.panels, column_blocks(dv)
     fixed = {"IS_KEY": is_key, "BINS": tokens.counts.shape[1], "CHUNK": CHUNK, **node_options(dv)}
     launch(reduce_kernel, grid, heads, tokens, dv, rows, numbers, sums, totals, **fixed)
     return sums, totals
@@ -170,7 +170,7 @@ def run_core(
 ) -> Core:
     """The stage `core`; a head whose certificate is too large is no longer served."""
     dtype, (n_k, dv) = problem.query.dtype, problem.value.shape[-2:]
-    count, columns, new = heads.lead.heads, column_blocks(dv), heads.layout.new_empty
+    count, columns, new = heads.total, column_blocks(dv), heads.layout.new_empty
     line = count, heads.query_panels, NODES
     table, line = new(*line, dv, dtype=torch.float32), new(line)
     more = (table, table, line) if for_backward else ()
@@ -217,10 +217,10 @@ def query_moments(
 def adjoint(transform: Transform, sums: Tensor, lse_sums: Tensor) -> KeyTables:
     """The adjoint of the core, from query nodes to key nodes."""
     heads, core, dv = transform.heads, transform.core, sums.shape[-1]
-    line, new = (heads.lead.heads, heads.key_panels, NODES), heads.layout.new_empty
+    line, new = (heads.total, heads.key_panels, NODES), heads.layout.new_empty
     tables = new(2, *line, dv, dtype=torch.float32)
     rest = new(column_blocks(dv), *line)
-    grid = heads.lead.heads * heads.key_panels, column_blocks(dv)
+    grid = heads.total * heads.key_panels, column_blocks(dv)
     args = strided(transform.problem.value, 2), dv, sums, lse_sums, core.node_means, core.log_z
     fixed = {"PRECISION": precision(), **node_options(dv)}
     launch(adjoint_kernel, grid, heads, *args, *tables, rest, **fixed)

@@ -37,7 +37,7 @@ class Panel(NamedTuple):
 @triton.jit
 def load_panel(heads, panels, dv, BLOCK_DV: tl.constexpr):
     """The panel of this program, where every head has `panels` of them."""
-    head = head_of(tl.program_id(0) // panels, heads.lead)
+    head = head_of(tl.program_id(0) // panels, heads)
     row = heads.layout + head.number * FIELDS
     columns = span_of(tl.program_id(1) * BLOCK_DV, dv, BLOCK_DV)
     return Panel(head, tl.program_id(0) % panels, row, columns)
@@ -144,7 +144,7 @@ def certify_kernel(
     BLOCK: tl.constexpr,
 ):
     """Bounds max|out - exact| / max|v| of a head, which is not served if that is too much."""
-    head = head_of(tl.program_id(0), heads.lead)
+    head = head_of(tl.program_id(0), heads)
     count = panels_in_use(heads, head.number, False) * column_blocks
     if count == 0:
         return

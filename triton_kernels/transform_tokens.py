@@ -109,7 +109,7 @@ def find_slot(heads, tokens, IS_KEY: tl.constexpr, BINS: tl.constexpr, CHUNK: tl
 def open_part(slot, heads, tokens, dv, NODES: tl.constexpr, BLOCK_DV: tl.constexpr):
     """The part of a slot that has tokens; found earlier, it would cost registers and a spill."""
     return Part(
-        head_of(slot.head, heads.lead),
+        head_of(slot.head, heads),
         heads.layout + slot.head * FIELDS,
         tokens.order + slot.head * tokens.n,
         tokens.places + slot.head * tokens.n,
@@ -330,7 +330,7 @@ def query_moments_kernel(
         return
     part = open_part(slot, heads, tokens, dv, NODES, BLOCK_DV)
     head, columns, nodes = part.head, part.columns, tl.arange(0, NODES)
-    grad_query += (tl.program_id(1).to(tl.int64) * heads.lead.heads + head.number) * tokens.n
+    grad_query += (tl.program_id(1).to(tl.int64) * heads.total + head.number) * tokens.n
     slopes = load_nodes(node_slopes, part.node, columns, NODES)
     gaps = tl.load(mean_gaps + part.node + nodes)
     reference = reference_key(slot.panel, part.row)
@@ -385,7 +385,7 @@ def evaluate_keys_kernel(
         return
     part = open_part(slot, heads, tokens, dv, NODES, BLOCK_DV)
     head, columns = part.head, part.columns
-    grad_key += (tl.program_id(1).to(tl.int64) * heads.lead.heads + head.number) * tokens.n
+    grad_key += (tl.program_id(1).to(tl.int64) * heads.total + head.number) * tokens.n
     grad_value += head.number * tokens.n * dv
     values = load_nodes(value_table, part.node, columns, NODES)
     slopes = load_nodes(slope_table, part.node, columns, NODES)

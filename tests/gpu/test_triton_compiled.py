@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from boltzattn import _C
 from boltzattn.problem import LayerProblem, OutputGradients, Problem, Saved
 from boltzattn.triton_kernels import (
     direct,
@@ -26,12 +27,13 @@ from boltzattn.triton_kernels import (
 from boltzattn.triton_kernels import project as projection
 from boltzattn.triton_kernels.launch import TOKEN_BLOCK
 from boltzattn.triton_kernels.project import project
-from boltzattn.triton_kernels.tolerances import PRECISION, most_panels
+from boltzattn.triton_kernels.tolerances import NEGLIGIBLE, PRECISION, ROUNDING, most_panels
 from boltzattn.triton_kernels.tools import report
 from boltzattn.triton_kernels.tools.compilation import (
     TARGETS,
     Launch,
     compile_for,
+    is_constant,
     launches_for,
     occupancy,
     resources_of,
@@ -161,6 +163,26 @@ def test_fits_into_registers(case: Case, target: str) -> None:
         launches = launches_of(target, *case)
     for launch in launches:
         assert_fits(launch, target)
+
+
+@pytest.mark.parametrize("method", ["direct", "transform", "layer"])
+def test_constants_are_not_nested(method: str) -> None:
+    """Triton 3.6 loses a 1 or None in a tuple within a tuple, and does not compile the kernel."""
+    if method == "layer":
+        launches = layer_launches("sm_80", torch.bfloat16, 64)
+    else:
+        launches = launches_of("sm_80", method, torch.bfloat16, 1, 64, masked=True)
+    for launch in launches:
+        fields = [x for argument in launch.args if isinstance(argument, tuple) for x in argument]
+        nested = [x for field in fields if isinstance(field, tuple) for x in field]
+        assert not any(map(is_constant, nested)), launch.name
+
+
+def test_tolerances_are_those_of_cpp() -> None:
+    compiled = _C.tolerances()
+    assert compiled["negligible"] == NEGLIGIBLE.value
+    for dtype, rounding in ROUNDING.items():
+        assert compiled["rounding"][str(dtype).removeprefix("torch.")] == rounding
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

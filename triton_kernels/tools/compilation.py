@@ -46,6 +46,11 @@ _TYPES = {
 }
 
 
+def is_constant(argument: Any) -> bool:
+    """Whether Triton compiles the argument in."""
+    return argument is None or (type(argument) is int and argument == 1)
+
+
 @dataclass(frozen=True)
 class Launch:
     """A kernel, its grid, and its arguments."""
@@ -67,7 +72,7 @@ class Launch:
             if isinstance(value, tuple):
                 for item in value:
                     visit(item)
-            elif value is not None and not (type(value) is int and value == 1):
+            elif not is_constant(value):
                 left.append(value)
 
         visit(self.args)
@@ -83,7 +88,7 @@ def source_of(launch: Launch) -> ASTSource:
         if isinstance(value, tuple):
             types = [type_of(item, (*path, i)) for i, item in enumerate(value)]
             return type(value)._make(types) if hasattr(value, "_make") else tuple(types)
-        if value is None or (type(value) is int and value == 1):
+        if is_constant(value):
             constants[path] = value
             return "constexpr"
         if isinstance(value, Tensor):
