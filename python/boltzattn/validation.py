@@ -123,6 +123,11 @@ def validate_varlen(
                 f"{name} must be int32 or int64 of shape [sequences + 1], got {starts.dtype} "
                 f"{shape_of(starts)}"
             )
+        if isinstance(query, Tensor) and starts.device != query.device:
+            raise ValueError(
+                f"{name} must be on the device of query, {query.device}, got {starts.device}; "
+                f"move it with {name}.to(query.device)"
+            )
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             "cu_seqlens_k must have as many entries as cu_seqlens_q, "

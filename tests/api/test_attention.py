@@ -193,3 +193,17 @@ def test_gradient_of_a_mask(mask: str) -> None:
         dict(zip(names, truth, strict=True)),
         (dict(zip(names, y, strict=True)) for y in yardsticks),
     )
+
+
+def test_merge_of_queries_that_see_nothing_has_finite_gradients() -> None:
+    """A query without keys on either side, one with keys on one side, one with both."""
+    outs = [torch.randn(3, 2, dtype=torch.float64) for _ in range(2)]
+    lses = [torch.tensor([-torch.inf, -torch.inf, 0.3]), torch.tensor([-torch.inf, 1.0, 0.7])]
+    leaves = [x.double().requires_grad_() for x in (outs[0], lses[0], outs[1], lses[1])]
+    out, lse = boltzattn.merge(*leaves)
+    assert torch.equal(out[0], torch.zeros(2, dtype=torch.float64))
+    assert lse[0] == -torch.inf
+    torch.testing.assert_close(out[1], leaves[2][1])
+    grads = torch.autograd.grad(out.sum() + lse[1:].sum(), leaves)
+    assert all(bool(grad.isfinite().all()) for grad in grads)
+    assert not any(bool(grad[0].any()) for grad in grads)

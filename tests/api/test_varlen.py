@@ -207,6 +207,8 @@ def test_no_padding_work() -> None:
         ({"cu_seqlens_q": torch.tensor([0, 2, 6])}, "cu_seqlens_k must have as many entries"),
         ({"cu_seqlens_q": torch.tensor([0, 7])}, "cu_seqlens_q must rise from 0 to the number"),
         ({"cu_seqlens_k": torch.tensor([1, 6])}, "cu_seqlens_k must rise from 0 to the number"),
+        ({"cu_seqlens_k": torch.tensor([0, 6], device="meta")}, "must be on the device of query"),
+        ({"query": [1.0]}, "query must be a tensor, got list"),
         ({"query": torch.randn(6, 1)}, r"query must be \[total, heads, width\]"),
     ],
 )

@@ -33,6 +33,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         True
     """
     for name, out, lse in (("a", out_a, lse_a), ("b", out_b, lse_b)):
+        for argument, x in ((f"out_{name}", out), (f"lse_{name}", lse)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{argument} must be a tensor, got {type(x).__name__}")
         if out.shape[:-1] != lse.shape:
             raise ValueError(
                 f"lse_{name} must have the shape of out_{name} without its last dimension, "
@@ -43,9 +46,12 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
             f"out_a and out_b must have the same shape, got {list(out_a.shape)} and "
             f"{list(out_b.shape)}"
         )
-    lse = torch.logaddexp(lse_a, lse_b)
-    # Nothing on either side: logaddexp is -inf, and its gradient would be NaN.
+    # Where neither side has a key, everything is 0 and lse -inf, and no NaN enters the gradients.
     nothing = (lse_a == -math.inf) & (lse_b == -math.inf)
-    lse = torch.where(nothing, -math.inf, lse)
-    weight_a, weight_b = share(lse_a, lse)[..., None], share(lse_b, lse)[..., None]
-    return weight_a.to(out_a.dtype) * out_a + weight_b.to(out_b.dtype) * out_b, lse
+    lse_a, lse_b = (lse.masked_fill(nothing, 0.0) for lse in (lse_a, lse_b))
+    lse = torch.logaddexp(lse_a, lse_b)
+    weight_a, weight_b = (
+        (part - lse).exp().masked_fill(nothing, 0.0)[..., None] for part in (lse_a, lse_b)
+    )
+    out = weight_a.to(out_a.dtype) * out_a + weight_b.to(out_b.dtype) * out_b
+    return out, lse.masked_fill(nothing, -math.inf)
