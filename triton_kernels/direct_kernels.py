@@ -51,23 +51,14 @@ class Dropout(NamedTuple):
     kept_factor: float
 
 
-class Program(NamedTuple):
-    """A program's head, the first row or key of its block, and its columns of the values."""
-
-    head: Any
-    first: Any
-    columns: Any
-
-
 @triton.jit
-def program_of(sizes, n, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """This program, where blocks of BLOCK rows or keys share out n."""
+def program_of(sizes, n, BLOCK: tl.constexpr):
+    """(head, first row or key) of this program, where blocks of BLOCK share out n.
+
+    Its columns are for after the kernel may have returned: before, they would cost a spill.
+    """
     blocks = tl.cdiv(n, BLOCK)
-    return Program(
-        head_of(tl.program_id(0) // blocks, sizes),
-        tl.program_id(0) % blocks * BLOCK,
-        span_of(tl.program_id(1) * BLOCK_DV, sizes.dv, BLOCK_DV),
-    )
+    return head_of(tl.program_id(0) // blocks, sizes), tl.program_id(0) % blocks * BLOCK
 
 
 @triton.jit
@@ -150,10 +141,11 @@ def direct_forward_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    head, row, columns = program_of(sizes, sizes.n_q, BLOCK_Q, BLOCK_DV)
+    head, row = program_of(sizes, sizes.n_q, BLOCK_Q)
     if served is not None:
         if tl.load(served + head.number) != 0:
             return
+    columns = span_of(tl.program_id(1) * BLOCK_DV, sizes.dv, BLOCK_DV)
     rows = span_of(row, sizes.n_q, BLOCK_Q)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float64)  # long rows outgrow fp32
@@ -217,10 +209,11 @@ def direct_query_gradient_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    head, row, columns = program_of(sizes, sizes.n_q, BLOCK_Q, BLOCK_DV)
+    head, row = program_of(sizes, sizes.n_q, BLOCK_Q)
     if served is not None:
         if tl.load(served + head.number) != 0:
             return
+    columns = span_of(tl.program_id(1) * BLOCK_DV, sizes.dv, BLOCK_DV)
     rows, ranks = span_of(row, sizes.n_q, BLOCK_Q), span_of(0, RANK, RANK_TILE)
     share = (tl.program_id(1).to(tl.int64) * sizes.total + head.number) * sizes.n_q
 
@@ -273,10 +266,11 @@ def direct_key_gradient_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    head, first_key, columns = program_of(sizes, sizes.n_k, BLOCK_K, BLOCK_DV)
+    head, first_key = program_of(sizes, sizes.n_k, BLOCK_K)
     if served is not None:
         if tl.load(served + head.number) != 0:
             return
+    columns = span_of(tl.program_id(1) * BLOCK_DV, sizes.dv, BLOCK_DV)
     keys, ranks = span_of(first_key, sizes.n_k, BLOCK_K), span_of(0, RANK, RANK_TILE)
     share = tl.program_id(1).to(tl.int64) * sizes.total + head.number
     lse += head.number * sizes.n_q
