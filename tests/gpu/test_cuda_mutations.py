@@ -126,7 +126,7 @@ def launches(family: str) -> dict[str, list[Launched]]:
 @functools.cache
 def lines_of(name: str) -> list[str] | None:
     """The lines of one of our files."""
-    paths = [*CSRC.glob(f"cuda/{name}"), *CSRC.glob(name)]
+    paths = [path for folder in ("cuda", "spec") for path in (CSRC / folder).rglob(name or "-")]
     return paths[0].read_text().splitlines() if paths else None
 
 

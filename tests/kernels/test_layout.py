@@ -1,4 +1,4 @@
-"""python/boltzattn/layout.py against csrc/layout.h, and the promises both make."""
+"""python/boltzattn/transform/layout.py against csrc/spec/layout.h, and the promises of both."""
 
 from __future__ import annotations
 
