@@ -2,34 +2,42 @@
 
 Every process holds some of the queries and some of the keys and values. At rank 1 what the queries
 need to know of all keys is a few hundred sums a head (docs/transform.md), so processes exchange
-those instead of keys and values: an all-reduce of the ranges, one of the sums over keys, and in
+those instead of keys and values: an all-reduce of the extents, one of the sums over keys, and in
 backward one of the sums over queries. The volume does not depend on the length of the sequence.
 
-Every process of the group must make the same calls, forward and backward.
+Every process of the group must make the same calls, forward and backward. The first message tells
+whether they do (`agreement`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from boltzattn import functional
+from boltzattn.agreement import (
+    EXCHANGES,
+    Agreement,
+    agree,
+    collective,
+    dtype_number,
+    mask_number,
+    reduce,
+    shape_numbers,
+)
 from boltzattn.dispatch import backends
 from boltzattn.dispatch.backends import Request
 from boltzattn.dispatch.torch_modes import without_autocast
-from boltzattn.problem import DTYPES, OutputGradients, Problem, Saved, accumulate_dtype
+from boltzattn.problem import OutputGradients, Problem, Saved, accumulate_dtype
 from boltzattn.transform.layout import Range
 from boltzattn.transform.stages import LEVEL, Extent, SharedRange, Stages
 from boltzattn.transform.tolerances import LARGEST_PRODUCT
-from boltzattn.validation import Call, check_tensors, validate
-
-EXCHANGES = ("moments", "gather")
+from boltzattn.validation import Call, validate
 
 # The layout weighs its cost by tokens, and widens with the logarithm of their number. Both are
 # fixed in steps, so that the volume of communication is the same for every length in use.
@@ -85,7 +93,7 @@ def attention(
         torch.Size([4, 1000, 8])
         >>> dist.destroy_process_group()
     """
-    _check_call(exchange)
+    _check_group()
     if _is_sharded(query):
         return _attend_to_shards(
             (query, key, value),
@@ -97,22 +105,18 @@ def attention(
             backend=backend,
             return_lse=return_lse,
         )
-    if exchange == "gather":
-        return _gathered(
-            query, key, value, group, scale, enable_gqa, key_padding_mask, backend, return_lse
-        )
-    call, exchanged = _exchange(
-        query, key, value, scale, enable_gqa, key_padding_mask, backend, group
-    )
-    shared = exchanged.share()
-    if shared is None:
+    shard = _Shard(query, key, value, scale, enable_gqa, key_padding_mask, exchange, backend, group)
+    side, agreed = _begin(shard)
+    if side.stages is not None:
+        problem = side.call.problem
+        exchanged = _Exchange(_detached(problem), group, side.stages)
+        shared = exchanged.share(side.extents, agreed)
+        if shared is not None:
+            results = _Moments.apply(*problem.inputs, exchanged, shared)
+            call = side.call
+            return (call.out(results), call.lse(results)) if return_lse else call.out(results)
         _log.info("distributed.attention: not served by moments; keys and values are gathered")
-        return _gathered(
-            query, key, value, group, scale, enable_gqa, key_padding_mask, "auto", return_lse
-        )
-    problem = call.problem
-    results = _Moments.apply(problem.query, problem.key, problem.value, exchanged, shared)
-    return (call.out(results), call.lse(results)) if return_lse else call.out(results)
+    return _gathered(shard, agreed.keys, return_lse)
 
 
 def explain(
@@ -135,44 +139,42 @@ def explain(
         >>> dist.init_process_group("gloo", store, rank=0, world_size=1)
         >>> q, v = torch.rand(4, 1000, 1), torch.rand(4, 1000, 8)
         >>> print(boltzattn.distributed.explain(q, q, v))
-        exchange moments, 1 processes, 4 heads, backend cpu
-          forward: all-reduce of ranges 288 bytes, of moments ... bytes
+        exchange moments, 1 process, 4 heads, backend cpu
+          forward: all-reduce of extents ... bytes, of moments ... bytes
           backward: all-reduce of sums over queries ... bytes
           the same for every number of tokens up to 16,777,216
         >>> dist.destroy_process_group()
     """
-    _check_call(exchange)
+    _check_group()
     if _is_sharded(query):
         sharded: Any = (query, key, value)
         group = sharded[0].device_mesh.get_group()
         query, key, value = (x.to_local() for x in sharded)
-    processes = dist.get_world_size(group)
-    if exchange == "moments":
-        _, exchanged = _exchange(
-            query, key, value, scale, enable_gqa, key_padding_mask, backend, group
-        )
-        found = exchanged.agree(exchanged.stages.extents(exchanged.problem))
-        heads = found.ranges.shape[0]
+    shard = _Shard(query, key, value, scale, enable_gqa, key_padding_mask, exchange, backend, group)
+    side, agreed = _begin(shard)
+    processes = _count(dist.get_world_size(group), "process", "processes")
+    if side.stages is not None:
+        problem = side.call.problem
+        found = _shared_ranges(agreed, problem.scale, group)
         if not bool((found.ranges[:, LEVEL] < 0).any()):
-            moments, query_sums = exchanged.stages.sizes(exchanged.problem, found.ranges)
+            moments, query_sums = side.stages.sizes(problem, found.ranges)
             return (
-                f"exchange moments, {processes} processes, {heads} heads, "
-                f"backend {exchanged.backend}\n"
-                f"  forward: all-reduce of ranges {found.sent} bytes, of moments {8 * moments} "
+                f"exchange moments, {processes}, {_count(len(found.ranges), 'head', 'heads')}, "
+                f"backend {side.backend}\n"
+                f"  forward: all-reduce of extents {agreed.sent} bytes, of moments {8 * moments} "
                 f"bytes\n  backward: all-reduce of sums over queries {8 * query_sums} bytes\n"
                 f"  the same for every number of tokens up to {_most_keys(found.keys):,}"
             )
-    check_tensors(query, key, value)
-    counts = _lengths(key, group)
     rows = [x.numel() // max(1, x.shape[-2]) for x in (key, value)]  # numbers a token
-    sent = [n * max(counts) * key.itemsize for n in rows]
-    back = [n * sum(counts) * accumulate_dtype(key.dtype).itemsize for n in rows]
+    sent = [n * max(agreed.keys) * key.itemsize for n in rows]
+    back = [n * sum(agreed.keys) * accumulate_dtype(key.dtype).itemsize for n in rows]
     why = "asked for" if exchange == "gather" else "the transform does not serve these logits"
     return (
-        f"exchange gather ({why}), {processes} processes\n"
-        f"  forward: all-gather of lengths 8 bytes, of keys {sent[0]} bytes, of values {sent[1]} "
-        f"bytes\n  backward: all-reduce of gradients of keys {back[0]} bytes, of values {back[1]} "
-        "bytes\n  grows with the number of tokens"
+        f"exchange gather ({why}), {processes}\n"
+        f"  forward: all-reduce of lengths {agreed.sent} bytes, all-gather of keys {sent[0]} "
+        f"bytes, of values {sent[1]} bytes\n"
+        f"  backward: all-reduce of gradients of keys {back[0]} bytes, of values {back[1]} bytes\n"
+        "  grows with the number of tokens"
     )
 
 
@@ -181,8 +183,7 @@ def check_exchange(exchange: str) -> None:
         raise ValueError(f"exchange must be 'moments' or 'gather', got {exchange!r}")
 
 
-def _check_call(exchange: str) -> None:
-    check_exchange(exchange)
+def _check_group() -> None:
     if not dist.is_initialized():
         raise ValueError(
             "group must exist before the call: torch.distributed is not initialised; call "
@@ -190,30 +191,178 @@ def _check_call(exchange: str) -> None:
         )
 
 
+def _count(n: int, one: str, many: str) -> str:
+    return f"{n} {one if n == 1 else many}"
+
+
+# ---- the beginning of a call ----
+
+
+class _Shard(NamedTuple):
+    """The arguments of one process."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float | None
+    enable_gqa: bool
+    key_padding_mask: Tensor | None
+    exchange: str
+    backend: str
+    group: dist.ProcessGroup | None
+
+
+@dataclass
+class _Side:
+    """One process's side of a valid call; with `stages` if moments are exchanged."""
+
+    call: Call
+    backend: str = ""
+    stages: Stages | None = None
+    extents: Tensor | None = None  # of the local queries and keys
+
+
+def _begin(shard: _Shard) -> tuple[_Side, Agreement]:
+    """Check the arguments on all processes, and share the extents. Collective.
+
+    A process whose arguments are wrong must not leave the others waiting, so it raises only after
+    it has told them.
+    """
+    side: Any = None
+    facts: dict[str, float] = {}
+    keys, numbers, error = 0, _empty_message(shard), None
+    try:
+        check_exchange(shard.exchange)
+        side = _Side(
+            validate(
+                shard.query,
+                shard.key,
+                shard.value,
+                scale=shard.scale,
+                enable_gqa=shard.enable_gqa,
+                key_padding_mask=shard.key_padding_mask,
+                backend=shard.backend,
+            )
+        )
+        facts.update(_facts(shard, side.call))
+        keys = shard.key.shape[-2]
+        if shard.exchange == "moments":
+            side.backend, side.stages = _take_stages(side.call)
+            facts["backend in use"] = list(backends.BACKENDS).index(side.backend)
+            side.extents = side.stages.extents(_detached(side.call.problem))
+            numbers = _numbers(side.extents)
+    except Exception as failure:
+        error = failure
+    return side, agree(facts, keys, numbers, error, shard.group)
+
+
+def _empty_message(shard: _Shard) -> Tensor:
+    """No numbers, on the device that the group communicates from."""
+    device = torch.device("cuda" if dist.get_backend(shard.group) == "nccl" else "cpu")
+    if isinstance(shard.query, Tensor):
+        device = shard.query.device
+    return torch.empty(0, dtype=torch.float64, device=device)
+
+
+def _facts(shard: _Shard, call: Call) -> dict[str, float]:
+    """What the other processes must have alike."""
+    problem, choice = call.problem, call.choice
+    return {
+        "exchange": EXCHANGES.index(shard.exchange),
+        "dtype": dtype_number(problem.query.dtype),
+        "key.dtype": dtype_number(shard.key.dtype),
+        "value.dtype": dtype_number(shard.value.dtype),
+        **shape_numbers("query", shard.query),
+        **shape_numbers("key", shard.key),
+        **shape_numbers("value", shard.value),
+        "scale": problem.scale,
+        "is_causal": problem.is_causal,
+        "enable_gqa": bool(shard.enable_gqa),
+        "key_padding_mask": mask_number(shard.key_padding_mask),
+        "method": ("auto", *backends.METHODS).index(choice.method),
+        "backend": ("auto", *backends.BACKENDS).index(choice.backend),
+    }
+
+
+def _take_stages(call: Call) -> tuple[str, Stages]:
+    """The backend that serves "moments", and its stages."""
+    problem, choice = call.problem, call.choice
+    if choice.method == "direct":
+        raise ValueError(
+            "method must be 'transform' for exchange='moments', got 'direct' by use_method; use "
+            "exchange='gather'"
+        )
+    if problem.query.shape[-1] != 1:
+        raise ValueError(
+            f"query must have rank 1 for exchange='moments', got rank {problem.query.shape[-1]}; "
+            "exchange='gather' takes any rank, at a volume that grows with n"
+        )
+    try:
+        taken = backends.select(Request.of(problem), "stages", choice.backend).name
+    except ValueError as error:
+        able = [name for name, x in backends.BACKENDS.items() if "stages" in x.operations]
+        raise ValueError(
+            f"backend must be one of {', '.join(map(repr, able))} for exchange='moments': "
+            f"{error}; use backend='reference' or exchange='gather'"
+        ) from None
+    return taken, backends.kernels(taken, "stages")
+
+
+def _detached(problem: Problem) -> Problem:
+    return Problem._make(x.detach() if isinstance(x, Tensor) else x for x in problem)
+
+
+def _numbers(extents: Tensor) -> Tensor:
+    """Seven numbers a head, whose least over all processes is the extent of the whole."""
+    queries: Any
+    keys: Any
+    queries, keys = (Extent._make(of_one.unbind(1)) for of_one in extents.unbind(1))
+    numbers = [
+        *(queries.low, -queries.high, keys.low, -keys.high),
+        *(-queries.tokens, -keys.tokens),
+        torch.minimum(queries.regular, keys.regular),
+    ]
+    return torch.stack(numbers, 1).flatten()
+
+
+# ---- moments ----
+
+
 def _most_keys(n: float) -> float:
     """The step of MOST_KEYS that n keys are in."""
     return next((most for most in MOST_KEYS if n <= most), n) if n > 0 else 0
 
 
-def _reduce(x: Tensor, op: Any, group: dist.ProcessGroup | None, what: str) -> None:
-    _collective(lambda: dist.all_reduce(x, op=op, group=group), what)
-
-
-def _collective(call: Callable[[], Any], what: str) -> None:
-    try:
-        call()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"boltzattn.distributed: {what} failed: another process of the group has died, left or "
-            f"made another call ({error})"
-        ) from error
-
-
 @dataclass
-class _Agreement:
+class _SharedRanges:
     ranges: Tensor  # [heads, 8]: a SharedRange of every head
-    sent: int  # bytes
     keys: int  # of the head with most of them, at most
+
+
+def _shared_ranges(
+    agreed: Agreement, scale: float, group: dist.ProcessGroup | None
+) -> _SharedRanges:
+    """The range of everybody's queries and keys."""
+    processes = dist.get_world_size(group)
+    ranges, most_in_a_head = [], 0.0
+    for t_low, t_high, s_low, s_high, n_q, n_k, regular in agreed.numbers.view(-1, 7).tolist():
+        t_min, t_max = sorted((t_low * scale, -t_high * scale))
+        # An upper bound: exact counts would be another all-reduce, and only their logarithm
+        # matters.
+        n_k = -n_k * processes
+        most_keys, most_in_a_head = _most_keys(n_k), max(most_in_a_head, n_k)
+        level = 0
+        if n_q < 0 and n_k > 0:
+            span = Range(t_min, t_max, s_low, -s_high, int(most_keys))
+            # A NaN fails the comparison, too.
+            served = regular == 1.0 and span.largest_product <= LARGEST_PRODUCT
+            level = 0 if served else -1
+        weighed = TOKENS_WEIGHED if n_q < 0 else 0
+        ranges.append(
+            SharedRange(t_min, t_max, s_low, -s_high, most_keys, weighed, TOKENS_WEIGHED, level)
+        )
+    table = torch.tensor(ranges, dtype=torch.float64, device="cpu")
+    return _SharedRanges(table.view(-1, len(SharedRange._fields)), int(most_in_a_head))
 
 
 @dataclass
@@ -231,69 +380,19 @@ class _Exchange:
 
     problem: Problem  # detached
     group: dist.ProcessGroup | None
-    backend: str
     stages: Stages
 
-    def agree(self, extents: Tensor) -> _Agreement:
-        """The range of everybody's queries and keys, by one all-reduce: a minimum of numbers."""
-        scale = self.problem.scale
-        queries: Any
-        keys: Any
-        queries, keys = (Extent._make(of_one.unbind(1)) for of_one in extents.unbind(1))
-        numbers = [
-            *(queries.low, -queries.high, keys.low, -keys.high),
-            *(-queries.tokens, -keys.tokens),
-            torch.minimum(queries.regular, keys.regular),
-        ]
-        # These must be the same everywhere: if the least is not the largest, they are not.
-        value = self.problem.value
-        same = [value.shape[-1], DTYPES.index(value.dtype), scale]
-        same.append(list(backends.BACKENDS).index(self.backend))
-        check = extents.new_tensor([*same, *(-x for x in same)])
-        flat = torch.cat([torch.stack(numbers, 1).flatten(), check])
-        _reduce(flat, dist.ReduceOp.MIN, self.group, "all-reduce of ranges")
-        found, least, most = flat.split([len(flat) - 2 * len(same), len(same), len(same)])
-        if not torch.equal(least, -most):
-            raise ValueError(
-                "value, scale and dtype must be the same in all processes, got (dv, dtype, scale, "
-                f"backend) from {least.tolist()} to {(-most).tolist()}"
-            )
-        processes = dist.get_world_size(self.group)
-        ranges, most_in_a_head = [], 0.0
-        for t_low, t_high, s_low, s_high, n_q, n_k, regular in found.view(-1, 7).tolist():
-            t_min, t_max = sorted((t_low * scale, -t_high * scale))
-            # An upper bound: exact counts would be another all-reduce, and only their logarithm
-            # matters.
-            n_k = -n_k * processes
-            most_keys, most_in_a_head = _most_keys(n_k), max(most_in_a_head, n_k)
-            level = 0
-            if n_q < 0 and n_k > 0:
-                span = Range(t_min, t_max, s_low, -s_high, int(most_keys))
-                # A NaN fails the comparison, too.
-                served = regular == 1.0 and span.largest_product <= LARGEST_PRODUCT
-                level = 0 if served else -1
-            weighed = TOKENS_WEIGHED if n_q < 0 else 0
-            ranges.append(
-                SharedRange(t_min, t_max, s_low, -s_high, most_keys, weighed, TOKENS_WEIGHED, level)
-            )
-        return _Agreement(
-            torch.tensor(ranges, dtype=torch.float64).view(-1, len(SharedRange._fields)),
-            flat.numel() * flat.itemsize,
-            int(most_in_a_head),
-        )
-
     @torch.no_grad()
-    def share(self) -> _Shared | None:
+    def share(self, extents: Tensor | None, agreed: Agreement) -> _Shared | None:
         """Forward; None if a head is not for the transform, which all processes find alike."""
         problem, stages = self.problem, self.stages
-        extents = stages.extents(problem)
-        ranges = self.agree(extents).ranges
+        ranges = _shared_ranges(agreed, problem.scale, self.group).ranges
         with without_autocast(problem.query.device.type):
             for _ in range(stages.levels):
                 if bool((ranges[:, LEVEL] < 0).any()):
                     return None
                 moments = stages.moments(problem, extents, ranges)
-                _reduce(moments, dist.ReduceOp.SUM, self.group, "all-reduce of moments")
+                reduce(moments, dist.ReduceOp.SUM, self.group, "all-reduce of moments")
                 if not bool(moments.isfinite().all()):  # NaN or inf among the values
                     return None
                 out, lse, served = stages.evaluate(problem, ranges, moments)
@@ -301,42 +400,6 @@ class _Exchange:
                     return _Shared(ranges, moments, Saved(out, lse))
                 ranges[~served, LEVEL] += 1
         return None
-
-
-def _exchange(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    enable_gqa: bool,
-    key_padding_mask: Tensor | None,
-    backend: str,
-    group: dist.ProcessGroup | None,
-) -> tuple[Call, _Exchange]:
-    """A validated call of "moments", and this process's side of it."""
-    options = {"scale": scale, "enable_gqa": enable_gqa, "key_padding_mask": key_padding_mask}
-    call = validate(query, key, value, backend=backend, **options)  # type: ignore[arg-type]
-    problem, backend = call.problem, call.choice.backend
-    if call.choice.method == "direct":
-        raise ValueError(
-            "method must be 'transform' for exchange='moments', got 'direct' by use_method; use "
-            "exchange='gather'"
-        )
-    if problem.query.shape[-1] != 1:
-        raise ValueError(
-            f"query must have rank 1 for exchange='moments', got rank {problem.query.shape[-1]}; "
-            "exchange='gather' takes any rank, at a volume that grows with n"
-        )
-    try:
-        taken = backends.select(Request.of(problem), "stages", backend).name
-    except ValueError as error:
-        able = [name for name, x in backends.BACKENDS.items() if "stages" in x.operations]
-        raise ValueError(
-            f"backend must be one of {', '.join(map(repr, able))} for exchange='moments': "
-            f"{error}; use backend='reference' or exchange='gather'"
-        ) from None
-    detached = Problem._make(x.detach() if isinstance(x, Tensor) else x for x in problem)
-    return call, _Exchange(detached, group, taken, backends.kernels(taken, "stages"))
 
 
 class _Moments(torch.autograd.Function):
@@ -361,48 +424,36 @@ class _Moments(torch.autograd.Function):
         grads = OutputGradients(grad_out, grad_lse)
         with without_autocast(query.device.type):
             grad_query, sums = stages.query_moments(grads, problem, ranges, moments)
-            _reduce(sums, dist.ReduceOp.SUM, group, "all-reduce of sums over queries")
+            reduce(sums, dist.ReduceOp.SUM, group, "all-reduce of sums over queries")
             grad_key, grad_value = stages.adjoint(problem, ranges, moments, sums)
         return grad_query, grad_key, grad_value, None, None
 
 
-def _gathered(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group: dist.ProcessGroup | None,
-    scale: float | None,
-    enable_gqa: bool,
-    key_padding_mask: Tensor | None,
-    backend: str,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    check_tensors(query, key, value)
-    counts = _lengths(key, group)
-    mask: Any = key_padding_mask
+# ---- gather ----
+
+
+def _gathered(shard: _Shard, counts: list[int], return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """`counts` says how many keys every process has."""
+    key, value, group = shard.key, shard.value, shard.group
+    mask: Any = shard.key_padding_mask
     if mask is not None:
+        # Masks may be broadcast in different ways by different processes.
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (shard.query, key, value)))
+        mask = mask.expand(*batch, key.shape[-2])
         # gloo gathers no bools.
         bits = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
         mask = _Gather.apply(bits[..., None], counts, group)[..., 0].to(mask.dtype)
     attend: Any = functional.attention  # overloads know no bool
     return attend(
-        query,
+        shard.query,
         _Gather.apply(key, counts, group),
         _Gather.apply(value, counts, group),
-        scale=scale,
-        enable_gqa=enable_gqa,
+        scale=shard.scale,
+        enable_gqa=shard.enable_gqa,
         key_padding_mask=mask,
-        backend=backend,
+        backend=shard.backend,
         return_lse=return_lse,
     )
-
-
-def _lengths(key: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """How many keys every process has."""
-    rows = torch.tensor([key.shape[-2]], device=key.device)
-    lengths = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
-    _collective(lambda: dist.all_gather(lengths, rows, group=group), "all-gather of lengths")
-    return [int(n) for n in lengths]
 
 
 class _Gather(torch.autograd.Function):
@@ -414,7 +465,7 @@ class _Gather(torch.autograd.Function):
         padded = x.new_zeros(*x.shape[:-2], max(counts), x.shape[-1])
         padded[..., : x.shape[-2], :] = x
         parts = [torch.empty_like(padded) for _ in counts]
-        _collective(lambda: dist.all_gather(parts, padded, group=group), "all-gather of rows")
+        collective(lambda: dist.all_gather(parts, padded, group=group), "all-gather of rows")
         return torch.cat([p[..., :n, :] for p, n in zip(parts, counts, strict=True)], -2)
 
     @staticmethod
@@ -422,7 +473,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         total = grad.to(accumulate_dtype(grad.dtype), copy=True)
         total = total.contiguous()
-        _reduce(total, dist.ReduceOp.SUM, ctx.group, "all-reduce of gradients")
+        reduce(total, dist.ReduceOp.SUM, ctx.group, "all-reduce of gradients")
         mine = dist.get_rank(ctx.group)
         first = sum(ctx.counts[:mine])
         return total.narrow(-2, first, ctx.counts[mine]).to(grad.dtype), None, None
