@@ -95,4 +95,4 @@ $(VENV)/.built: $(VENV)/.requirements setup.py pyproject.toml $(SOURCES)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist python/*.egg-info python/boltzattn/*.so
+	rm -rf $(VENV) build dist python/*.egg-info python/boltzattn/*.so python/boltzattn/*.record

@@ -11,7 +11,9 @@ TORCH_CUDA_ARCH_LIST names the architectures; CUDA_HOME the toolkit; MAX_JOBS li
 that run at once.
 """
 
+import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -112,6 +114,17 @@ def kernel_resources(log: str) -> str:
     return "".join(lines)
 
 
+def write_build_record(library: Path, version: str) -> None:
+    """Beside the library: its size and hash, by which a damaged copy is told."""
+    content = library.read_bytes()
+    record = {
+        "version": version,
+        "size": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    library.with_name(f"{library.name}.record").write_text(json.dumps(record))
+
+
 def compile_cuda(toolkit: Path, sources: list[str], depends: list[str], folder: Path) -> list[str]:
     """Object files of the .cu files. They know nothing of torch: nvcc alone compiles them."""
     flags = [
@@ -173,11 +186,11 @@ def extensions_and_commands() -> tuple[list[Extension], dict]:
 
         def build_extension(self, ext: Extension) -> None:
             if ext.name != "boltzattn._C_cuda":
-                return super().build_extension(ext)
+                return self.build_and_record(ext)
             try:
                 folder = Path(self.build_temp).resolve() / "cuda"
                 ext.extra_objects = compile_cuda(toolkit, cuda_sources, cuda_headers, folder)
-                super().build_extension(ext)
+                self.build_and_record(ext)
                 found = [Path(name).with_suffix(".kernels") for name in ext.extra_objects]
                 record = Path(self.get_ext_fullpath(ext.name)).with_name(KERNEL_RECORD)
                 record.write_text("".join(path.read_text() for path in found))
@@ -191,12 +204,19 @@ def extensions_and_commands() -> tuple[list[Extension], dict]:
                     f"the CUDA extension FAILED TO BUILD ({error}); the CPU kernels are installed"
                 )
 
+        def build_and_record(self, ext: Extension) -> None:
+            """Build, and record what the library is like; dispatch/extension.py compares it."""
+            super().build_extension(ext)
+            library = Path(self.get_ext_fullpath(ext.name))
+            write_build_record(library, self.distribution.get_version())
+
         def copy_extensions_to_source(self) -> None:
             if self.extensions:
                 super().copy_extensions_to_source()
-            record = Path(self.build_lib) / "boltzattn" / KERNEL_RECORD
-            if record.exists():
-                shutil.copy(record, ROOT / "python/boltzattn")
+            built = Path(self.build_lib) / "boltzattn"
+            for record in (built / KERNEL_RECORD, *built.glob("*.so.record")):
+                if record.exists():
+                    shutil.copy(record, ROOT / "python/boltzattn")
 
     try:
         import pybind11

@@ -28,7 +28,9 @@ def checkout(tmp_path: Path) -> Path:
     for name in SOURCES:
         shutil.copy(ROOT / name, copy)
     for name in FOLDERS:
-        leave_out = shutil.ignore_patterns("*.so", "*.kernels", "*.egg-info", "__pycache__")
+        leave_out = shutil.ignore_patterns(
+            "*.so", "*.kernels", "*.record", "*.egg-info", "__pycache__"
+        )
         shutil.copytree(ROOT / name, copy / name, ignore=leave_out)
     return copy
 
@@ -111,6 +113,7 @@ def test_the_whole_wheel(checkout: Path, tmp_path: Path) -> None:
     binaries = {name for name in names_in(wheel) if name.endswith((".so", ".kernels"))}
     assert {name.partition(".")[0] for name in binaries} == {"boltzattn/_C", "boltzattn/_C_cuda"}
     assert len(binaries) == 3
+    assert {f"{name}.record" for name in binaries if name.endswith(".so")} <= names_in(wheel)
     zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
     for library in (tmp_path / "unpacked/boltzattn").glob("*.so"):
         assert_stable_interface(library)

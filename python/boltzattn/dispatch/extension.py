@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
+import json
 import warnings
 from functools import lru_cache
 from pathlib import Path
@@ -10,13 +13,16 @@ from types import ModuleType
 
 import torch
 
+from boltzattn._version import __version__
+from boltzattn.dispatch import native
+
 
 @lru_cache(maxsize=1)
 def extension() -> ModuleType | str:
     """The compiled module `_C`, or the reason why it cannot be loaded (and one warning)."""
     try:
-        return importlib.import_module("boltzattn._C")
-    except ImportError as error:
+        module = _load_module("boltzattn._C")
+    except Exception as error:  # a damaged library may raise anything, SystemError for example
         reason = f"the extension boltzattn._C cannot be loaded ({error})"
         warnings.warn(
             f"boltzattn: {reason}; attention runs on the slow reference backend. To build the "
@@ -26,6 +32,16 @@ def extension() -> ModuleType | str:
             stacklevel=2,
         )
         return reason
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.origin is not None:
+        check_file(Path(spec.origin))
+    module = importlib.import_module(name)
+    check_operators("cpu")
+    return module
 
 
 def cpu_unavailable() -> str | None:
@@ -49,7 +65,45 @@ def cuda_unavailable() -> str | None:
             "BOLTZATTN_CUDA=1 pip install --no-build-isolation ."
         )
     try:
+        check_file(found[0])
         torch.ops.load_library(str(found[0]))
-    except OSError as error:
+        check_operators("cuda")
+    except Exception as error:
         return f"the extension boltzattn._C_cuda cannot be loaded ({error})"
     return None
+
+
+def check_file(library: Path) -> None:
+    """Raise ImportError unless the file is as setup.py recorded it when it was built.
+
+    This comes before the library is mapped: a missing page would end the process with a bus error.
+    """
+    record = library.with_name(f"{library.name}.record")
+    if not record.exists():
+        return
+    try:
+        built = json.loads(record.read_text())
+        expected = built["version"], built["size"], built["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ImportError(f"the build record {record.name} is damaged: {error!r}") from error
+    content = library.read_bytes()
+    if (len(content), hashlib.sha256(content).hexdigest()) != expected[1:]:
+        raise ImportError(
+            f"{library.name} is damaged: it has {len(content)} bytes and another content than when "
+            f"it was built with {expected[1]} bytes; if it was changed on purpose, for example by "
+            f"strip or patchelf, remove {record.name}"
+        )
+    if expected[0] != __version__:
+        raise ImportError(
+            f"{library.name} was built for boltzattn {expected[0]}, but this is {__version__}"
+        )
+
+
+def check_operators(backend: str) -> None:
+    """Raise ImportError unless the loaded library has the operators that `native` calls."""
+    for name, arguments in native.OPERATORS[backend].items():
+        operator = getattr(torch.ops.boltzattn, name, None)
+        found = "" if operator is None else str(operator.default._schema)
+        if not found.startswith(f"boltzattn::{name}({arguments}"):
+            have = "lacks" if operator is None else "has other arguments for"
+            raise ImportError(f"it {have} the operator {name}: it was built from other sources")

@@ -14,13 +14,51 @@ from boltzattn.problem import (
     Kernels,
     LayerGradients,
     LayerKernels,
+    LayerOutputGradient,
     LayerProblem,
     OutputGradients,
     Problem,
+    Projection,
     Saved,
+    schema,
 )
 from boltzattn.transform.stages import Stages
 from boltzattn.transform.tolerances import LEVELS
+
+_FORWARD = schema(Problem)
+_BACKWARD = schema(OutputGradients, Saved, Problem)
+_PROJECT = schema(Projection)
+_VARLEN = "Tensor query_starts, Tensor key_starts, Tensor by_transform"
+
+# What this file calls, with the arguments it passes: a library without them is of no use.
+OPERATORS = {
+    "cpu": {
+        "cpu_direct_forward": _FORWARD,
+        "cpu_direct_backward": _BACKWARD,
+        "cpu_transform_forward": _FORWARD,
+        "cpu_transform_backward": _BACKWARD,
+        "cpu_transform_report": _FORWARD,
+        "cpu_causal_forward": _FORWARD,
+        "cpu_varlen_forward": f"{_FORWARD}, {_VARLEN}",
+        "cpu_varlen_backward": f"{_BACKWARD}, {_VARLEN}",
+        "cpu_project": _PROJECT,
+        "cpu_layer_forward": schema(LayerProblem),
+        "cpu_layer_backward": schema(LayerOutputGradient, LayerProblem),
+        "cpu_stage_extents": _FORWARD,
+        "cpu_stage_sizes": f"{_FORWARD}, Tensor ranges",
+        "cpu_stage_moments": f"{_FORWARD}, Tensor extents, Tensor ranges",
+        "cpu_stage_evaluate": f"{_FORWARD}, Tensor ranges, Tensor moments",
+        "cpu_stage_query_moments": f"{schema(OutputGradients, Problem)}, Tensor ranges",
+        "cpu_stage_adjoint": f"{_FORWARD}, Tensor ranges, Tensor moments",
+    },
+    "cuda": {
+        "cuda_direct_forward": _FORWARD,
+        "cuda_direct_backward": _BACKWARD,
+        "cuda_transform_forward": _FORWARD,
+        "cuda_transform_backward": _BACKWARD,
+        "cuda_project": _PROJECT,
+    },
+}
 
 
 def attention(backend: str, operation: str) -> Kernels:
