@@ -13,6 +13,7 @@ that addresses take. So strides within a head are kept below LARGEST_STRIDE.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ def lead_of(x: Tensor, trailing: int) -> Lead:
 
 
 def split(x: float) -> Split:
-    high = torch.tensor(x, dtype=torch.float32).item()
+    high = ctypes.c_float(x).value  # a tensor might be on a device, and its item a synchronisation
     return Split(high, x - high)
 
 

@@ -98,13 +98,13 @@ def rows(length: int = LENGTH, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iter
 
 
 def _case_rows(device: str, dtype: torch.dtype, case: Case, length: int) -> Iterator[str]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     shapes = [(HEADS, length, case.rank)] * 2 + [(HEADS, length, DV)] * 2
     query, key, value, grad = (
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
         for shape in shapes
     )
-    padding = (torch.rand(length, generator=generator) > 0.75).to(device)
+    padding = (torch.rand(length, generator=generator, device="cpu") > 0.75).to(device)
     doubles = [x.double().requires_grad_() for x in (query, key, value)]
     truth = _dense(doubles[0], doubles[1], doubles[2], case, padding)
     truths = (truth.detach(), *torch.autograd.grad(truth, doubles, grad.double()))

@@ -315,6 +315,20 @@ def many_heads_and_masks(rank: int, world: int) -> list[Any]:
     return [out, gathered, len(sent.calls)]
 
 
+def other_default_device(rank: int, world: int) -> list[Tensor]:
+    """Calls on CPU tensors while torch makes new tensors elsewhere."""
+    x = torch.randn(2, 40, 1, requires_grad=True)
+    torch.set_default_device("meta")
+    try:
+        found = []
+        for options in ({}, {"backend": "reference"}, {"exchange": "gather"}):
+            out = distributed.attention(x, x, x, **options)
+            found += [out.detach(), *torch.autograd.grad(out.sum(), x)]
+        return found
+    finally:
+        torch.set_default_device(None)
+
+
 def falls_back(rank: int, world: int, backend: str) -> str:
     """The backend that a call with NaN ends in."""
     x = torch.randn(2, 10, 1)
@@ -343,6 +357,7 @@ def everything(rank: int, world: int) -> dict[str, Any]:
     found["errors"] = errors(rank, world)
     found["disagreements"] = disagreements(rank, world)
     found["many heads"] = many_heads_and_masks(rank, world)
+    found["other device"] = other_default_device(rank, world)
     found["fallback"] = [falls_back(rank, world, backend) for backend in ("cpu", "reference")]
     if world == 2:
         found["volumes"] = {
@@ -395,6 +410,11 @@ def test_nan_takes_the_fallback(results: list[dict[str, Any]]) -> None:
 def test_the_fallback_keeps_the_backend(results: list[dict[str, Any]]) -> None:
     for process in results:
         assert process["fallback"] == ["cpu", "reference"]
+
+
+def test_the_default_device_plays_no_role(results: list[dict[str, Any]]) -> None:
+    for process in results:
+        assert all(x.device.type == "cpu" and x.isfinite().all() for x in process["other device"])
 
 
 def test_disagreement_is_the_same_error_on_all_ranks(results: list[dict[str, Any]]) -> None:

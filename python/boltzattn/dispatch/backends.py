@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from boltzattn.compose import causal
 from boltzattn.dispatch import native
 from boltzattn.dispatch.extension import cpu_unavailable, cuda_unavailable
+from boltzattn.dispatch.torch_modes import full_precision
 from boltzattn.problem import DTYPES, Kernels, LayerKernels, Problem
 from boltzattn.reference import direct as reference_direct
 from boltzattn.reference import transform as reference_transform
@@ -132,6 +133,20 @@ def _triton(name: str, kind: type) -> Any:
     return kind(getattr(module, f"{name}_forward"), getattr(module, f"{name}_backward"))
 
 
+def _by_torch(*functions: Callable) -> list[Callable]:
+    """Kernels that multiply matrices by torch; their last argument is the problem."""
+
+    def in_full_precision(function: Callable) -> Callable:
+        @wraps(function)
+        def run(*arguments: Any) -> Any:
+            with full_precision(arguments[-1].query.device.type):
+                return function(*arguments)
+
+        return run
+
+    return [in_full_precision(function) for function in functions]
+
+
 def _composed_causal(operations: dict[str, Implementation]) -> Implementation:
     """Causal attention from a backend's own direct and transform kernels."""
     direct, transform = operations["direct"], operations["transform"]
@@ -237,7 +252,10 @@ BACKENDS: dict[str, Backend] = {
             {
                 "direct": Implementation(lambda: _triton("direct", Kernels), _TRITON_DTYPES, 16),
                 "transform": Implementation(lambda: _triton("transform", Kernels), _TRITON_DTYPES),
-                "layer": Implementation(lambda: _triton("layer", LayerKernels), _TRITON_DTYPES),
+                "layer": Implementation(
+                    lambda: LayerKernels(*_by_torch(*_triton("layer", LayerKernels))),
+                    _TRITON_DTYPES,
+                ),
                 "project": Implementation(
                     lambda: _triton_module("project").project, _TRITON_DTYPES
                 ),
@@ -252,11 +270,13 @@ BACKENDS: dict[str, Backend] = {
             lambda: None,
             {
                 "direct": Implementation(
-                    lambda: Kernels(reference_direct.forward, reference_direct.backward)
+                    lambda: Kernels(*_by_torch(reference_direct.forward, reference_direct.backward))
                 ),
-                "dense": Implementation(lambda: reference_direct.dense),
+                "dense": Implementation(lambda: _by_torch(reference_direct.dense)[0]),
                 "transform": Implementation(
-                    lambda: Kernels(reference_transform.forward, reference_transform.backward)
+                    lambda: Kernels(
+                        *_by_torch(reference_transform.forward, reference_transform.backward)
+                    )
                 ),
                 "stages": Implementation(lambda: Stages(1, *reference_transform.STAGES)),
             },

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,66 @@ def without_autocast(device: str) -> contextlib.AbstractContextManager:
     if autocast_dtype(device) is None:
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
+
+
+class _Fp32Products:
+    """Products of fp32 matrices are computed in fp32, though the user allows TF32 or bf16 for them.
+
+    The setting belongs to the whole process. So the first thread that enters switches it and the
+    last that leaves restores it.
+    """
+
+    def __init__(self, setting: Any) -> None:
+        self.setting = setting  # has an attribute fp32_precision
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.before = ""
+
+    def reduced(self) -> bool:
+        return self.inside > 0 or self.setting.fp32_precision in ("tf32", "bf16")
+
+    @contextlib.contextmanager
+    def in_fp32(self) -> Iterator[None]:
+        with self.lock:
+            if self.inside == 0:
+                self.before = self.setting.fp32_precision
+                self.setting.fp32_precision = "ieee"
+            self.inside += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.inside -= 1
+                if self.inside == 0:
+                    self._restore()
+
+    def _restore(self) -> None:
+        # "none" takes the setting of the whole backend or of torch, which is read as if it were
+        # set here.
+        self.setting.fp32_precision = "none"
+        if self.setting.fp32_precision != self.before:
+            self.setting.fp32_precision = self.before
+
+
+_mkldnn: Any = torch.backends.mkldnn  # its type lacks `matmul`
+_BY_MKLDNN = _Fp32Products(_mkldnn.matmul)
+_PRODUCTS = {
+    "cuda": _Fp32Products(torch.backends.cuda.matmul),
+    "cpu": _BY_MKLDNN,
+    "xpu": _BY_MKLDNN,
+}
+
+
+@contextlib.contextmanager
+def full_precision(device: str) -> Iterator[None]:
+    """For kernels made of torch's own products: neither autocast nor TF32 may shorten them."""
+    products = None if torch.compiler.is_compiling() else _PRODUCTS.get(device)
+    with without_autocast(device):
+        if products is None or not products.reduced():
+            yield
+            return
+        with products.in_fp32():
+            yield
 
 
 def functorch_active() -> bool:

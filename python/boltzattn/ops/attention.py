@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from boltzattn.dispatch import plan
 from boltzattn.dispatch.backends import Request
-from boltzattn.dispatch.torch_modes import forward_mode_active, without_autocast
+from boltzattn.dispatch.torch_modes import forward_mode_active, full_precision, without_autocast
 from boltzattn.ops.operator import (
     Operator,
     batched,
@@ -152,7 +152,8 @@ class AttentionDoubleBackward(torch.autograd.Function):
             and plan.choose(request, choice).method == "transform"
         )
         reference = reference_transform if by_transform else reference_direct
-        of_grads, of_inputs = reference.double_backward(directions, grads, problem)
+        with full_precision(request.device):
+            of_grads, of_inputs = reference.double_backward(directions, grads, problem)
         return *of_grads, *of_inputs
 
     @staticmethod

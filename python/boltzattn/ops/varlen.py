@@ -74,8 +74,8 @@ class Sequences:
         # Causal transforms (see `causal`) accumulate in out, and are differentiated one by one.
         self.halved = [problem.is_causal and by_transform for by_transform in self.by_transform]
         self.tables = (
-            *(torch.tensor(x, dtype=torch.int64) for x in bounds),
-            torch.tensor(self.by_transform, dtype=torch.bool),
+            *(torch.tensor(x, dtype=torch.int64, device="cpu") for x in bounds),
+            torch.tensor(self.by_transform, dtype=torch.bool, device="cpu"),
         )
 
 

@@ -566,7 +566,7 @@ def evaluate(problem: Problem, ranges: Tensor, moments: Tensor) -> tuple[Tensor,
         first += sums.over_keys
         served.append(head.span.key_extent >= LEAST_EXTENT and core.served)
         out[index], lse[index] = head.evaluate(core)
-    return out, lse, torch.tensor(served, dtype=torch.bool)
+    return out, lse, torch.tensor(served, dtype=torch.bool, device="cpu")
 
 
 def query_moments(
