@@ -39,15 +39,40 @@ class Operator:
         """`kernel` and `fake` take tuples of these kinds."""
         self.kinds, self.kernel = kinds, kernel
         self.name = name
+        self.names = [argument.split()[-1] for argument in schema(*kinds).split(", ")]
         self.function: Any = None
         self.eager_function: Any = None
         self.forward_mode_function: Any = None
         library.define(f"{name}({schema(*kinds)}) -> {results}")
-        library.impl(name, lambda *fields: kernel(*unflatten(fields, *kinds)), _KERNEL)
-        torch.library.register_fake(
-            f"boltzattn::{name}", lambda *fields: fake(*unflatten(fields, *kinds)), lib=library
-        )
+        library.impl(name, self._of_fields(kernel), _KERNEL)
+        torch.library.register_fake(f"boltzattn::{name}", self._of_fields(fake), lib=library)
         self.overload = getattr(torch.ops.boltzattn, name).default
+
+    def _check_devices(self, fields: Sequence[Any]) -> None:
+        """Raise unless all tensors share a device.
+
+        One meta tensor among real ones would make torch take the fake kernel, and the results would
+        be memory that nobody has written.
+        """
+        tensors = [
+            (name, x) for name, x in zip(self.names, fields, strict=True) if isinstance(x, Tensor)
+        ]
+        first, device = tensors[0][0], tensors[0][1].device
+        for name, x in tensors:
+            if x.device != device:
+                raise ValueError(
+                    f"{name} must be on the device of {first}, {device}, got {x.device}; "
+                    f"move it with {name}.to({first}.device)"
+                )
+
+    def _of_fields(self, function: Callable) -> Callable:
+        """`function`, which takes tuples, as torch calls it."""
+
+        def run(*fields: Any) -> Any:
+            self._check_devices(fields)
+            return function(*unflatten(fields, *self.kinds))
+
+        return run
 
     def differentiate_by(
         self, function: type[torch.autograd.Function], jvp: Callable | None = None
@@ -61,6 +86,7 @@ class Operator:
         self.forward_mode_function = with_jvp(function, jvp) if jvp else function
 
         def autograd_kernel(*fields: Any) -> Any:
+            self._check_devices(fields)
             if forward_mode_active():
                 return self.forward_mode_function.apply(*fields)
             if needs_gradient(fields):
