@@ -74,8 +74,8 @@ struct Strides {
   int64_t row = 0, column = 0;
 };
 
-// The tensors of one call. All have the device and the leading dimensions of the first tensor,
-// which are all its dimensions except the last two.
+// The tensors of one call. All of them are on the device of the first tensor and have its leading
+// dimensions. The leading dimensions are all but the last two.
 class Arguments {
  public:
   Arguments(const char* name, const Tensor& first, bool cuda)

@@ -34,7 +34,7 @@ def direct_forward(problem: Problem) -> Saved:
 
 
 def direct_backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradients:
-    found = Gradients(*(x.new_empty(x.shape) for x in problem[:3]))
+    found = Gradients(*(x.new_empty(x.shape) for x in problem.inputs))
     backward_unserved(grads, saved, problem, None, found)
     return found
 
@@ -75,7 +75,7 @@ def backward_unserved(
     found: Gradients,
 ) -> None:
     """Fill in the gradients of the heads that are not served."""
-    query, key, _ = problem[:3]
+    query, key, _ = problem.inputs
     with on_device(query):
         by_row, by_key = _options("query_gradient", problem), _options("key_gradient", problem)
         *_, sizes = inputs = _inputs(problem, served)

@@ -191,8 +191,8 @@ void varlen_backward(BOLTZATTN_SAVED_PARAMETERS, BOLTZATTN_PROBLEM_PARAMETERS, T
 
 // ---- layers ----
 
-// Extents that the caller passes: `group` rows of queries, then as many of keys, and so on. Raises
-// unless they point at existing tokens.
+// Reads the extents that the caller passes: `group` rows for queries, `group` rows for keys, and so
+// on in turn. Raises unless every extent points at tokens that exist.
 const Extent* extents_of(const Views& view, const Attention& call, const Tensor& x,
                          const std::vector<int64_t>& shape, int64_t group) {
   const Extent* extents =
@@ -291,10 +291,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, bool> layer_backward(Tensor grad_out,
 
 // ---- the transform in stages: see transform/stages.h ----
 
-// A call on one of several machines, which have agreed on ranges.
+// The call of one process among several. The processes have agreed on the ranges.
 struct Shared : Described {
   const SharedRange* ranges;
-  int64_t sizes[2];  // of moments, of query moments
+  int64_t sizes[2];  // the number of moments, and of query moments
 
   Shared(BOLTZATTN_PROBLEM_PARAMETERS, const Tensor& agreed)
       : Described(Takes::kTransform, BOLTZATTN_PROBLEM_ARGUMENTS) {
@@ -305,7 +305,7 @@ struct Shared : Described {
     kernels().stage_sizes(call, ranges, sizes);
   }
 
-  // Raises unless the layout is one that the transform could choose itself.
+  // Raises unless the transform itself could choose a layout for this range.
   static void check(const SharedRange& r) {
     constexpr double kMost = 1LL << 53;
     const auto counts = [](double x) { return x >= 0 && x <= kMost; };  // false for NaN
@@ -323,7 +323,7 @@ struct Shared : Described {
   }
 };
 
-// Of queries and of keys: [heads, 2, 6].
+// The extents of the queries and of the keys, [heads, 2, 6].
 Tensor stage_extents(BOLTZATTN_PROBLEM_PARAMETERS) {
   const Described one(Takes::kTransform, BOLTZATTN_PROBLEM_ARGUMENTS);
   Tensor extents = one.view.doubles({one.call.heads, 2, kExtentSize});

@@ -1,7 +1,7 @@
 """`python -m boltzattn.info`: what is installed, what is usable, and why not the rest.
 
-With `--kernels` also what the GPU kernels take of each architecture: of CUDA's as they were built,
-of Triton's by compiling them all; neither needs a GPU.
+`--kernels` also prints the registers and the shared memory that each GPU kernel uses. For CUDA
+kernels the build has recorded them; Triton kernels are compiled for the report. No GPU is needed.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def _tensors(rank: int = 1, n_q: int = 5, n_k: int = 7) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape, dtype=torch.float64) for shape in shapes)
 
 
-def _close(actual: Any, expected: Any) -> None:
+def _assert_close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
 
 
@@ -41,12 +41,12 @@ def test_jvp_of_out_and_lse(server: Server, call: str) -> None:
         return dense(*x, **CALLS[call])
 
     expected = torch.func.jvp(truth, tensors, moves)
-    _close(torch.func.jvp(ours, tensors, moves), expected)
+    _assert_close(torch.func.jvp(ours, tensors, moves), expected)
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(x, move) for x, move in zip(tensors, moves, strict=True)]
         results = [forward_ad.unpack_dual(x) for x in ours(*duals)]
-    _close(tuple(x.primal for x in results), expected[0])
-    _close(tuple(x.tangent for x in results), expected[1])
+    _assert_close(tuple(x.primal for x in results), expected[0])
+    _assert_close(tuple(x.tangent for x in results), expected[1])
 
 
 @pytest.mark.parametrize("server", servers(facts(dtype=torch.float64, rank=3)), ids=str)
@@ -58,7 +58,7 @@ def test_some_inputs_have_no_tangent(server: Server) -> None:
         return torch.func.jvp(lambda k: attend(query, k, value), (key,), (move,))[1]
 
     ours = of_key(lambda *x: boltzattn.attention(*x, **server.ask))
-    _close(ours, of_key(lambda *x: dense(*x)[0]))
+    _assert_close(ours, of_key(lambda *x: dense(*x)[0]))
 
 
 @pytest.mark.parametrize("server", PLAIN, ids=str)
@@ -71,9 +71,9 @@ def test_jacobians_and_hessians(server: Server) -> None:
     def loss(attend: Callable[[Tensor], Tensor], q: Tensor) -> Tensor:
         return attend(q).square().sum()
 
-    _close(torch.func.jacfwd(attend)(query), torch.func.jacrev(attend)(query))
+    _assert_close(torch.func.jacfwd(attend)(query), torch.func.jacrev(attend)(query))
     expected = torch.func.hessian(lambda q: loss(lambda q: dense(q, key, value)[0], q))(query)
-    _close(torch.func.hessian(lambda q: loss(attend, q))(query), expected)
+    _assert_close(torch.func.hessian(lambda q: loss(attend, q))(query), expected)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -93,7 +93,7 @@ def test_varlen(is_causal: bool) -> None:
     def ours(*x: Tensor) -> Tensor:
         return boltzattn.attention_varlen(*x, starts, starts, is_causal=is_causal)
 
-    _close(torch.func.jvp(ours, tensors, moves), torch.func.jvp(truth, tensors, moves))
+    _assert_close(torch.func.jvp(ours, tensors, moves), torch.func.jvp(truth, tensors, moves))
 
 
 @pytest.mark.parametrize("n", [6, 3000])
@@ -111,8 +111,8 @@ def test_layer(n: int) -> None:
         dual = forward_ad.unpack_dual(attend(forward_ad.make_dual(x, move)))
     difference = (attend(x + step * move) - attend(x - step * move)) / (2 * step)
     torch.testing.assert_close(tangent, difference, rtol=1e-6, atol=1e-7)
-    _close(dual.tangent, tangent)
-    _close(dual.primal, out)
+    _assert_close(dual.tangent, tangent)
+    _assert_close(dual.primal, out)
 
 
 def test_floating_masks_have_tangents() -> None:
@@ -122,7 +122,7 @@ def test_floating_masks_have_tangents() -> None:
         return torch.func.jvp(lambda m: attend(m), (mask,), (torch.ones_like(mask).tril(),))[1]
 
     ours = by_mask(lambda m: boltzattn.attention(*tensors, m))
-    _close(ours, by_mask(lambda m: dense(*tensors, attn_mask=m)[0]))
+    _assert_close(ours, by_mask(lambda m: dense(*tensors, attn_mask=m)[0]))
 
 
 def test_boltz() -> None:
@@ -132,11 +132,11 @@ def test_boltz() -> None:
         return (a * a.softmax(-1)).sum(-1)
 
     expected = torch.func.jvp(truth, (a,), (move,))
-    _close(torch.func.jvp(boltzattn.boltz, (a,), (move,)), expected)
-    _close(torch.func.jacfwd(boltzattn.boltz)(a), torch.func.jacrev(boltzattn.boltz)(a))
+    _assert_close(torch.func.jvp(boltzattn.boltz, (a,), (move,)), expected)
+    _assert_close(torch.func.jacfwd(boltzattn.boltz)(a), torch.func.jacrev(boltzattn.boltz)(a))
     with forward_ad.dual_level():
         dual = forward_ad.unpack_dual(boltzattn.boltz(forward_ad.make_dual(a, move)))
-    _close(dual.tangent, expected[1])
+    _assert_close(dual.tangent, expected[1])
 
 
 def test_gradcheck_in_forward_mode() -> None:

@@ -82,7 +82,7 @@ static void adjoint(const Head<T>& head, const double* query_moments, KeyTables&
       const int64_t from = first * p * row_size;
       gemm<double, true>(q, vectors, count * p, {e.data, 1, e_row}, left.data + from, row_size,
                          values, row_size);
-      if (head.range.t_min < 0 || head.range.t_max > 0)  // otherwise every query is 0
+      if (head.range.t_min < 0 || head.range.t_max > 0)  // if not, all queries are 0
         gemm<double, true>(q, vectors, count * p, {e.data, 1, e_row},
                            scaled[head.end_of_key_panel(k)].data + from, row_size, slopes,
                            row_size);

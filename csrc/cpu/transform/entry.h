@@ -78,10 +78,11 @@ static bool build(Head<T>& head, bool slopes) {
       layout.query = make_layout(head.range, layout.query.nodes, layout.key.nodes, precision).query;
       bounds = run_core(head, slopes);
     }
-    // |F - centre| <= 2 max|v|, so half of its largest can only overstate the relative error;
-    // the values themselves are read only if that is not good enough.
+    // |F - centre| <= 2 max|v|, so half of the largest |F - centre| is at most max|v|. The relative
+    // error is never understated if it is measured by that half. The values themselves are read
+    // only if the result is not good enough.
     if (certify(head, bounds, bounds.largest / 2)) return true;
-    if (head.layer) continue;  // its values are not available
+    if (head.layer) continue;  // a layer has no values to read
     if (largest == 0) largest = largest_value(head);
     if (certify(head, bounds, largest)) return true;
   }

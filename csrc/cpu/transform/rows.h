@@ -37,7 +37,7 @@ static Rows<T> rows_of_block(T* block, int64_t row) {
   return {block, counted.number, row};
 }
 
-// Where a tensor's rows can be read and written as vectors of T.
+// Whether the rows of a tensor can be read and written as vectors of T.
 template <class T>
 BOLTZATTN_INLINE bool in_vectors(const Matrix& m, int64_t columns) {
   return m.dtype == (sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32) && m.column == 1 &&
@@ -49,8 +49,8 @@ BOLTZATTN_INLINE Rows<T> rows_in_place(const Matrix& m, int64_t h, const Tile& t
   return {static_cast<T*>(m.data) + m.head[h] + tile.first * m.row + begin, tile.order, m.row};
 }
 
-// Columns begin .. begin + columns of the tile's rows, in whole vectors, padded with
-// zeros.
+// Reads columns begin .. begin + columns of the tile's rows. Rows are padded with zeros to whole
+// vectors.
 template <class T>
 static Rows<T> read_rows(const Matrix& m, int64_t h, const Tile& tile, int64_t begin,
                          int64_t columns, T* block) {

@@ -59,7 +59,7 @@ static bool build_from(SharedHead<T>& head, const double* moments, bool slopes) 
   const int64_t raw_size = head.raw_size, row_size = head.row_size;
   head.raw.resize(rows * raw_size);
   head.clear_centres();
-  // The mean of the values if equal end keys are on several machines.
+  // Several processes may have the same end key. The centre is the mean of their values.
   for (int end = 0; end < 2; ++end) {
     const double* from = moments + (rows + end) * width;
     for (int64_t c = 0; c < dv; ++c) {
@@ -84,7 +84,7 @@ static bool build_from(SharedHead<T>& head, const double* moments, bool slopes) 
                  larger_of(bounds.largest / 2, largest_of(head.centre.data, 2 * row_size)));
 }
 
-// Copies rows to rows of another width: the columns that both have.
+// Copies rows to rows of another width. Only the columns that both have are copied.
 static void copy_rows(int64_t rows, const double* from, int64_t from_width, double* to,
                       int64_t to_width) {
   for (int64_t r = 0; r < rows; ++r)
