@@ -1,16 +1,30 @@
 """Small helpers to get PTX from nvcc and from Triton."""
 
 import os
+import shutil
 import subprocess
 import tempfile
 
 from .machine import Module
 
 
+def nvcc_name():
+    """The nvcc of CUDA_HOME if that is set, or else the one on PATH."""
+    home = os.environ.get("CUDA_HOME")
+    return os.path.join(home, "bin", "nvcc") if home else "nvcc"
+
+
+def nvcc_missing():
+    """Why there is no nvcc, or None."""
+    name = nvcc_name()
+    if shutil.which(name):
+        return None
+    return f"{name} is not there; set CUDA_HOME to a toolkit or put nvcc on PATH"
+
+
 def nvcc(source, arch="sm_80", flags=(), path=None):
     """Compile CUDA C++ text to PTX with nvcc and load it."""
-    home = os.environ.get("CUDA_HOME")
-    exe = path or (os.path.join(home, "bin", "nvcc") if home else "nvcc")
+    exe = path or nvcc_name()
     with tempfile.TemporaryDirectory() as d:
         cu, out = os.path.join(d, "k.cu"), os.path.join(d, "k.ptx")
         with open(cu, "w") as f:
