@@ -295,7 +295,7 @@ def _broadcast_lead(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...
     return tuple(lead)
 
 
-def _check_mask_kind(name: str, mask: Tensor, query: Tensor) -> None:
+def check_mask_kind(name: str, mask: Tensor) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, got {kind_of(mask)}")
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
@@ -303,14 +303,19 @@ def _check_mask_kind(name: str, mask: Tensor, query: Tensor) -> None:
             f"{name} must be bool or floating point, got {mask.dtype}; convert 0/1 masks "
             f"with {name}.bool()"
         )
+
+
+def _check_mask(name: str, mask: Tensor, query: Tensor) -> None:
+    check_mask_kind(name, mask)
     if mask.device != query.device:
         raise ValueError(
-            f"{name} must be on the device of query, {query.device}, got {mask.device}"
+            f"{name} must be on the device of query, {query.device}, got {mask.device}; "
+            f"move it with {name}.to(query.device)"
         )
 
 
 def _expand_attn_mask(mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
-    _check_mask_kind("attn_mask", mask, query)
+    _check_mask("attn_mask", mask, query)
     try:
         return mask.expand(shape)
     except RuntimeError:
@@ -321,7 +326,7 @@ def _expand_attn_mask(mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Te
 
 
 def expand_key_padding_mask(mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
-    _check_mask_kind("key_padding_mask", mask, query)
+    _check_mask("key_padding_mask", mask, query)
     *lead, n_k = shape
     batch = lead[:-1]
     try:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from boltzattn.dispatch.torch_modes import autocast_dtype
+from boltzattn.validation import check_mask_kind
 
 
 def check_inputs(
@@ -108,13 +109,7 @@ def check_jagged(
 
 def check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
     """Raise unless the mask is bool or floating point and has one of the shapes."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}")
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(
-            f"{name} must be bool or floating point, got {mask.dtype}; convert 0/1 masks with "
-            f"{name}.bool()"
-        )
+    check_mask_kind(name, mask)
     if tuple(mask.shape) not in [tuple(shape) for shape in shapes]:
         accepted = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name} must have shape {accepted}, got {list(mask.shape)}")
