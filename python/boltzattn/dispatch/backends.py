@@ -24,6 +24,7 @@ from boltzattn.dispatch.extension import cpu_unavailable, cuda_unavailable
 from boltzattn.dispatch.torch_modes import full_precision
 from boltzattn.problem import DTYPES, Kernels, LayerKernels, Problem
 from boltzattn.reference import direct as reference_direct
+from boltzattn.reference import stages as reference_stages
 from boltzattn.reference import transform as reference_transform
 from boltzattn.transform.stages import Stages
 
@@ -278,7 +279,7 @@ BACKENDS: dict[str, Backend] = {
                         *_by_torch(reference_transform.forward, reference_transform.backward)
                     )
                 ),
-                "stages": Implementation(lambda: Stages(1, *reference_transform.STAGES)),
+                "stages": Implementation(lambda: Stages(1, *reference_stages.STAGES)),
             },
         ),
     )
