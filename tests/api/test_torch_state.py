@@ -9,8 +9,9 @@ from typing import Any
 import boltzattn
 import pytest
 import torch
-from boltzattn import selftest
+from boltzattn import selftest, theory
 from boltzattn.dispatch.torch_modes import full_precision
+from boltzattn.theory.approximation import add_positions, symmetrised
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -86,6 +87,17 @@ def merged() -> tuple[Tensor, ...]:
     return tuple(boltzattn.merge(*part, *part))
 
 
+def theory_of_a_few() -> tuple[Tensor, ...]:
+    x = torch.rand(20, 3, 4, dtype=torch.float64, device="cpu")
+    labels = torch.randint(5, (20, 3), device="cpu")
+    model = theory.memorize(x, labels)
+    pair = theory.hardmax_counterexample()
+    gaps = theory.shared_gaps(pair, lambda z: z.softmax(0) @ z.mT @ z)
+    assert theory.search_hardmax_weights(3).hardmax_max < 1e-12
+    moved = add_positions(x)
+    return model(x).detach(), gaps, theory.prouhet_pair(3).first, symmetrised(add_positions)(moved)
+
+
 def words() -> tuple[Tensor, ...]:
     query = draw(2, 600, 1)
     assert "backend cpu" in boltzattn.explain(query, query, query)
@@ -112,6 +124,7 @@ CALLS: dict[str, Callable[[], tuple[Tensor, ...]]] = {
     "stream": stream,
     "merged": merged,
     "boltz": lambda: (boltzattn.boltz(draw(2, 5)),),
+    "theory": theory_of_a_few,
     "words": words,
 }
 

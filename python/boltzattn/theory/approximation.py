@@ -218,7 +218,7 @@ def symmetrised(f: Function) -> Function:
 
     def mean(x: Tensor) -> Tensor:
         orders = list(itertools.permutations(range(x.shape[-2])))
-        total = torch.zeros(())
+        total = x.new_zeros(())
         for order in orders:
             back = np.argsort(order)
             total = total + f(x[..., list(order), :])[..., back.tolist(), :]
@@ -234,7 +234,7 @@ def add_positions(x: Tensor) -> Tensor:
         >>> add_positions(torch.zeros(3, 1)).flatten()
         tensor([0., 1., 2.])
     """
-    return x + torch.arange(x.shape[-2], dtype=x.dtype)[:, None]
+    return x + torch.arange(x.shape[-2], dtype=x.dtype, device=x.device)[:, None]
 
 
 def distance(f: Function, g: Function, x: Tensor) -> float:
@@ -266,7 +266,7 @@ def _rank(x: Tensor) -> Tensor:
 
 
 def _position(x: Tensor) -> Tensor:
-    return x * torch.arange(1, x.shape[-2] + 1, dtype=x.dtype)[:, None]
+    return x * torch.arange(1, x.shape[-2] + 1, dtype=x.dtype, device=x.device)[:, None]
 
 
 # Functions to approximate: two smooth ones, a soft neighbourhood mean, the discontinuous rank of a
@@ -315,8 +315,8 @@ def _contexts(d: int, n: int, grid: int, repeats: bool, positions: bool) -> np.n
 
 
 def _uniform(samples: int, n: int, d: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(samples, n, d, dtype=torch.float64, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.rand(samples, n, d, dtype=torch.float64, generator=generator, device="cpu")
 
 
 def _centre(x: Tensor, grid: int) -> Tensor:

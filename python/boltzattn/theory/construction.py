@@ -219,7 +219,7 @@ def evaluate(module: torch.nn.Module, batch: Batch) -> list[Tensor]:
     by_length: dict[int, list[int]] = {}
     for i, x in enumerate(batch):
         by_length.setdefault(len(x), []).append(i)
-    outputs: list[Tensor] = [torch.empty(0)] * len(batch)
+    outputs = list(batch)  # replaced one by one
     dtype = next((p.dtype for p in module.parameters()), batch[0].dtype)
     with torch.no_grad():
         for members in by_length.values():

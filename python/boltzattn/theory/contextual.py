@@ -134,7 +134,7 @@ def _names(tokens: Tensor | Sequence[Tensor] | Sequence[np.ndarray]) -> list[np.
     """Integer names of tokens, from names or from vectors."""
     if not len(tokens):
         raise ValueError("tokens must hold at least one sequence, got none")
-    rows = [torch.as_tensor(row) for row in tokens]
+    rows = [torch.as_tensor(row, device="cpu") for row in tokens]
     if not rows[0].is_floating_point():
         return [row.cpu().numpy().astype(np.int64) for row in rows]
     sequences, _ = as_sequences(rows, "tokens")

@@ -97,14 +97,13 @@ def hardmax_counterexample(
         raise ValueError(
             f"n must be at least 4, got {n}: hardmax distinguishes shorter collinear sequences"
         )
-    x = torch.ones(d, dtype=dtype) if x is None else x
+    x = torch.ones(d, dtype=dtype, device="cpu") if x is None else x
     if x.shape != (d,) or not x.any():
         raise ValueError(f"x must be a nonzero vector of shape [{d}], got {x.tolist()}")
     padding = [1 + j / (n - 3) for j in range(1, n - 3)]
     shared = [1.0, 6.0, *padding]
     first, second = (
-        torch.tensor([*shared, *inner], dtype=x.dtype)[:, None] * x
-        for inner in ((2.0, 5.0), (3.0, 4.0))
+        x.new_tensor([*shared, *inner])[:, None] * x for inner in ((2.0, 5.0), (3.0, 4.0))
     )
     return Pair(first, second, tuple((i, i) for i in range(len(shared))))
 
@@ -138,7 +137,8 @@ def prouhet_pair(degree: int, dtype: torch.dtype = torch.float64) -> Pair:
         )
     top = max(map(max, sets)) + 3
     first, second = (
-        torch.tensor([1, top, *(2 + i for i in inner)], dtype=dtype)[:, None] for inner in sets
+        torch.tensor([1, top, *(2 + i for i in inner)], dtype=dtype, device="cpu")[:, None]
+        for inner in sets
     )
     return Pair(first, second, ((0, 0), (1, 1)))
 
@@ -151,7 +151,7 @@ def shared_gaps(pair: Pair, layer: Callable[[Tensor], Tensor]) -> Tensor:
         tensor([0., 0.], dtype=torch.float64)
     """
     first, second = (layer(x) for x in (pair.first, pair.second))
-    rows = torch.tensor(pair.shared)
+    rows = torch.tensor(pair.shared, device=first.device)
     return (first[rows[:, 0]] - second[rows[:, 1]]).abs().amax(-1)
 
 
@@ -164,7 +164,7 @@ def temperature_scan(pair: Pair, betas: np.ndarray) -> np.ndarray:
         >>> temperature_scan(hardmax_counterexample(), np.array([0.1])).round(3)
         array([[0.097, 0.201]])
     """
-    one = torch.ones(1, 1, dtype=pair.first.dtype)
+    one = pair.first.new_ones(1, 1)
     gaps = []
     for beta in betas.tolist():
         head = OneLayerTransformer.from_weights(beta * one, one, one, one, method="direct")
@@ -186,10 +186,12 @@ def random_weights(d: int, num_heads: int, head_size: int, generator: torch.Gene
     """Random weights of a layer; one head in five has `W_K = 0`, so all its scores are equal."""
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+        return torch.randn(
+            *shape, dtype=torch.float64, generator=generator, device=generator.device
+        )
 
     w_k = draw(num_heads, head_size, d)
-    w_k[torch.rand(num_heads, generator=generator) < 0.2] = 0.0
+    w_k[torch.rand(num_heads, generator=generator, device=w_k.device) < 0.2] = 0.0
     rows = num_heads * head_size
     return Weights(draw(rows, d), w_k.flatten(0, 1), draw(rows, d), draw(d, rows))
 
@@ -214,15 +216,15 @@ def search_hardmax_weights(trials: int, seed: int = 0) -> SearchResult:
         >>> search_hardmax_weights(20).hardmax_max < 1e-12
         True
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def below(limit: int) -> int:
-        return 1 + int(torch.randint(limit, (), generator=generator))
+        return 1 + int(torch.randint(limit, (), generator=generator, device="cpu"))
 
     hard, soft = [], []
     for _ in range(trials):
         d, num_heads, head_size, n = below(5), below(4), below(3), 3 + below(6)
-        x = torch.randn(d, dtype=torch.float64, generator=generator)
+        x = torch.randn(d, dtype=torch.float64, generator=generator, device="cpu")
         pair = hardmax_counterexample(n, d, x)
         weights = random_weights(d, num_heads, head_size, generator)
 

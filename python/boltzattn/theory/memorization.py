@@ -237,7 +237,7 @@ def _targets(labels: Tensor | Sequence[Tensor], sequences: Batch) -> list[np.nda
     d = sequences[0].shape[-1]
     targets = []
     for i, (label, x) in enumerate(zip(labels, sequences, strict=True)):
-        y = torch.as_tensor(label).detach().cpu().double()
+        y = given = torch.as_tensor(label, device="cpu").detach().double()
         if y.ndim == 0:
             y = y.expand(len(x))
         if y.ndim == 1:
@@ -245,7 +245,7 @@ def _targets(labels: Tensor | Sequence[Tensor], sequences: Batch) -> list[np.nda
         if y.ndim != 2 or len(y) != len(x) or not 1 <= y.shape[1] <= d:
             raise ValueError(
                 f"labels[{i}] must be one number, [n] or [n, k] with n = {len(x)} and k <= d = {d} "
-                f"(pad tokens with zeros to widen them), got {list(torch.as_tensor(label).shape)}"
+                f"(pad tokens with zeros to widen them), got {list(given.shape)}"
             )
         if not torch.isfinite(y).all():
             raise ValueError(f"labels[{i}] must be finite, got inf or nan")
