@@ -39,7 +39,6 @@ class Operator:
         """`kernel` and `fake` take tuples of these kinds."""
         self.kinds, self.kernel = kinds, kernel
         self.name = name
-        self.names = [argument.split()[-1] for argument in schema(*kinds).split(", ")]
         self.function: Any = None
         self.eager_function: Any = None
         self.forward_mode_function: Any = None
@@ -54,15 +53,13 @@ class Operator:
         One meta tensor among real ones would make torch take the fake kernel, and the results would
         be memory that nobody has written.
         """
-        tensors = [
-            (name, x) for name, x in zip(self.names, fields, strict=True) if isinstance(x, Tensor)
-        ]
-        first, device = tensors[0][0], tensors[0][1].device
-        for name, x in tensors:
-            if x.device != device:
+        device = fields[0].device
+        for i, x in enumerate(fields):
+            if isinstance(x, Tensor) and x.device != device:
+                names = [argument.split()[-1] for argument in schema(*self.kinds).split(", ")]
                 raise ValueError(
-                    f"{name} must be on the device of {first}, {device}, got {x.device}; "
-                    f"move it with {name}.to({first}.device)"
+                    f"{names[i]} must be on the device of {names[0]}, {device}, got {x.device}; "
+                    f"move it with {names[i]}.to({names[0]}.device)"
                 )
 
     def _of_fields(self, function: Callable) -> Callable:
@@ -86,10 +83,11 @@ class Operator:
         self.forward_mode_function = with_jvp(function, jvp) if jvp else function
 
         def autograd_kernel(*fields: Any) -> Any:
-            self._check_devices(fields)
             if forward_mode_active():
+                self._check_devices(fields)
                 return self.forward_mode_function.apply(*fields)
             if needs_gradient(fields):
+                self._check_devices(fields)
                 return self.function.apply(*fields)
             with torch._C._AutoDispatchBelowAutograd():
                 return self.overload(*fields)
