@@ -70,8 +70,7 @@ build/sanitize/%.o: %.cpp $(SOURCES)
 # not looked for: Python and torch keep what they have until they end.
 calls ?= 20000
 fuzz-operators: venv
-	CFLAGS=-fsanitize=address LDFLAGS=-fsanitize=address BOLTZATTN_CUDA=0 \
-		$(BIN)/python setup.py --quiet build_ext --build-lib build/asan --build-temp build/asan
+	BOLTZATTN_CUDA=0 $(BIN)/python tests/support/build_sanitized.py build/asan
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 		BOLTZATTN_FUZZED_EXTENSION="$$(echo build/asan/boltzattn/_C*.so)" \
