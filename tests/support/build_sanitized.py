@@ -1,4 +1,4 @@
-"""Builds the extension with AddressSanitizer into a folder of its own: python build_sanitized.py folder
+"""Builds the extension with AddressSanitizer into a folder: python build_sanitized.py folder
 
 -O1 keeps the compiler's time at 20 s a file.
 """
