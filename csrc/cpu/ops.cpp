@@ -31,7 +31,7 @@ struct Region {
   void* const context;
   std::atomic<int64_t> next{0};
   std::atomic<bool> stop{false};
-  std::exception_ptr failure;  // of the task that failed first
+  std::exception_ptr failure{};  // of the task that failed first
 
   void work();
 };
