@@ -126,3 +126,19 @@ def test_packed_causal_sequences_stay_clean() -> None:
     clean = (clean < 500) | (clean >= 970)
     assert torch.equal(out[clean], expected[clean])
     assert out[500:970].isnan().all()
+
+
+@pytest.mark.parametrize("server", PLAIN, ids=str)
+def test_second_derivatives_do_not_see_padding(server: Server) -> None:
+    query, key, value, *_ = _inputs(40)
+    hidden = torch.arange(40) % 3 == 0
+    results = []
+    for filling in (0.0, math.nan):
+        tensors = [query, _fill(key, hidden, filling), _fill(value, hidden, filling)]
+        tensors = [x.detach().requires_grad_() for x in tensors]
+        out = boltzattn.attention(*tensors, key_padding_mask=hidden.expand(2, 40), **server.ask)
+        grads = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
+        loss = sum(x.square().sum() for x in grads)
+        results.append(torch.autograd.grad(loss, tensors))
+    for zeros, nans in zip(*results, strict=True):
+        assert torch.equal(zeros, nans)
