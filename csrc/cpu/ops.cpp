@@ -272,7 +272,7 @@ std::tuple<Tensor, Tensor> project(Tensor x, Tensor weight, OptionalTensor bias)
   Tensor extents = view.result({p.outputs, kExtentSize}, ScalarType::Double);
   p.out = view("out", out, p.outputs, p.n);
   p.extents = static_cast<Extent*>(extents.data_ptr());
-  kernels().project(p);
+  if (p.batch > 0) kernels().project(p);  // without a batch the views have no offsets
   return {out, extents};
 }
 

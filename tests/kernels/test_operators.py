@@ -211,6 +211,9 @@ def test_projections() -> None:
     }.items():
         with pytest.raises(RuntimeError, match=message):
             ops.cpu_project(*arguments)
+    numbers, extents = ops.cpu_project(x[:0], weight, None)
+    assert numbers.shape == (0, 4, N)
+    assert extents.shape == (0, 4, 6)
 
 
 def test_tolerances_are_those_of_python() -> None:

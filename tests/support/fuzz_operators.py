@@ -274,7 +274,7 @@ def fuzz(first: int, calls: int, seconds: float = math.inf) -> tuple[dict[str, i
             total["raised"] += int(raised)
             total["returned"] += int(returned)
             if child.returncode != 0:
-                wrong.append(f"call {number} ended with code {child.returncode}: {output[-3000:]}")
+                wrong.append(f"call {number} ended with code {child.returncode}: {output[:3000]}")
             elif state == "done":
                 break
             first = int(number) + 1
