@@ -66,13 +66,18 @@ static void add_bool_mask(const uint8_t* mask, int64_t stride, int64_t count, bo
 }
 
 // An additive mask in units of ln 2. The lowest finite number stays finite, because a row that
-// contains only this number still attends to all keys.
+// contains only this number still attends to all keys. Loops without a branch run in vectors.
 template <class T>
-BOLTZATTN_INLINE T scaled_bias(T x, T* clamped) {
-  const T scaled = x * T(kLog2e);
-  if (scaled != T(-INFINITY) || x == T(-INFINITY)) return scaled;
-  *clamped = x;
-  return OnlineSoftmax<T>::kLowest;
+static void scale_biases(T* bias, int64_t count, T* clamped) {
+  int overflows = 0;
+  for (int64_t j = 0; j < count; ++j)
+    overflows |= (bias[j] * T(kLog2e) == T(-INFINITY)) & (bias[j] != T(-INFINITY));
+  for (int64_t j = 0; overflows && j < count; ++j)
+    if (bias[j] != T(-INFINITY) && bias[j] * T(kLog2e) == T(-INFINITY)) *clamped = bias[j];
+  for (int64_t j = 0; j < count; ++j) {
+    const T x = bias[j], scaled = x * T(kLog2e);
+    bias[j] = scaled == T(-INFINITY) && x != T(-INFINITY) ? OnlineSoftmax<T>::kLowest : scaled;
+  }
 }
 
 // A logit that a mask hides is -inf, whatever its key holds.
@@ -103,7 +108,7 @@ struct TileMask {
                     m.column, keys, false, key_bias);
     } else {
       read_block(m, h, 0, first_key, 1, keys, key_bias, 0, 1);
-      for (int64_t j = 0; j < keys; ++j) key_bias[j] = scaled_bias(key_bias[j], &clamped);
+      scale_biases(key_bias, keys, &clamped);
     }
   }
 
@@ -118,7 +123,7 @@ struct TileMask {
         add_bool_mask(static_cast<const uint8_t*>(m.data) + at, m.column, keys, true, row);
       } else if (m) {
         read_block(m, h, first_row + i, first_key, 1, keys, row_bias, 0, 1);
-        for (int64_t j = 0; j < keys; ++j) row_bias[j] = scaled_bias(row_bias[j], &clamped);
+        scale_biases(row_bias, keys, &clamped);
         for (int64_t j = 0; j < keys; ++j) row[j] = add_bias(row[j], row_bias[j]);
       }
       if (call.is_causal)
