@@ -2,6 +2,7 @@
 # make test    set up if needed, run every test that needs no GPU
 # make bench-full   the whole grid of benchmarks with every peer, resumable; make micro: the kernels
 # make sanitize   the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+# make fuzz-operators   wrong calls of all operators under AddressSanitizer; calls=20000
 # make arm64   the same kernels for ARM64, under emulation
 # make venv, lint, format, test-full: see below
 PYTHON ?= python3
@@ -16,7 +17,7 @@ export TORCH_CUDA_ARCH_LIST ?= 8.0+PTX
 # In no extension, but formatted with the rest.
 SANITIZER := $(wildcard tests/sanitize/*.cpp)
 
-.PHONY: bench bench-full micro test test-full sanitize arm64 lint format venv clean
+.PHONY: bench bench-full micro test test-full sanitize fuzz-operators arm64 lint format venv clean
 
 bench: venv
 	$(BIN)/python -m bench
@@ -45,11 +46,13 @@ test-full: venv
 	$(PYTEST)
 	$(INTERPRETED)
 
+TORCHLESS := $(wildcard csrc/cpu/isa_*.cpp) csrc/cpu/memory.cpp
+
 # A program without torch or Python. -O1 keeps the compiler's time at 20 s a file and the stack traces
 # readable; without an optimiser the run would take minutes.
 SANITIZE := -std=c++17 -O1 -g1 -fno-omit-frame-pointer -fno-math-errno -Wall -Wextra -Wno-psabi \
 	-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -pthread
-SANITIZED := $(patsubst %.cpp,build/sanitize/%.o,$(notdir $(wildcard csrc/cpu/isa_*.cpp) $(SANITIZER)))
+SANITIZED := $(patsubst %.cpp,build/sanitize/%.o,$(notdir $(TORCHLESS) $(SANITIZER)))
 vpath %.cpp csrc/cpu tests/sanitize
 
 sanitize:
@@ -63,11 +66,21 @@ build/sanitize/%.o: %.cpp $(SOURCES)
 	@mkdir -p $(@D)
 	$(CXX) $(SANITIZE) -Icsrc -c $< -o $@
 
+# The extension itself under AddressSanitizer, whose libraries must be loaded before Python. Leaks are
+# not looked for: Python and torch keep what they have until they end.
+calls ?= 20000
+fuzz-operators: venv
+	BOLTZATTN_CUDA=0 $(BIN)/python tests/support/build_sanitized.py build/asan
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+		BOLTZATTN_FUZZED_EXTENSION="$$(echo build/asan/boltzattn/_C*.so)" \
+		$(BIN)/python tests/support/fuzz_operators.py --calls $(calls)
+
 # The same program for ARM64, cross-compiled and emulated; Debian: g++-aarch64-linux-gnu, qemu-user.
 arm64:
 	@mkdir -p build
 	aarch64-linux-gnu-g++ -std=c++17 -O2 -fno-math-errno -pthread -static -Icsrc $(SANITIZER) \
-		csrc/cpu/isa_*.cpp -o build/arm64
+		$(TORCHLESS) -o build/arm64
 	qemu-aarch64 build/arm64
 
 lint: $(VENV)/.requirements

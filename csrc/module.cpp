@@ -16,8 +16,23 @@ static py::dict for_dtypes(Of of) {
                   "bfloat16"_a = of(DType::kBFloat16), "float16"_a = of(DType::kFloat16));
 }
 
+// Lets Ctrl-C, or any signal whose handler raises, end a call. Only the main thread handles
+// signals; it may have released the GIL. No other thread may wait for the GIL here, because the
+// main thread may hold it while it waits for that thread.
+static unsigned long main_thread = 0;
+
+static void check_signals() {
+  if (PyThread_get_thread_ident() != main_thread) return;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled kernels of boltzattn.";
+
+  main_thread =
+      py::cast<unsigned long>(py::module_::import("threading").attr("main_thread")().attr("ident"));
+  boltzattn::set_interrupt_check(check_signals);
 
   m.def("build_record", [] {
     return py::dict("torch"_a = BOLTZATTN_TORCH_VERSION, "compiler"_a = __VERSION__,

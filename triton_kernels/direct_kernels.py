@@ -111,14 +111,27 @@ def masked_scores(
         if mask.dtype == tl.uint8:
             allowed = allowed & (mask == 0)[:, None]
         else:
-            score += mask.to(tl.float32)[:, None]
+            bias = mask.to(tl.float32)[:, None]
+            score += bias
+            allowed = allowed & (bias != float("-inf"))
     if attn_mask is not None:
         mask = load_matrix(transposed(attn_mask), head, keys, rows)
         if mask.dtype == tl.uint8:
             allowed = allowed & (mask != 0)
         else:
             score += mask.to(tl.float32)
+            allowed = allowed & (mask.to(tl.float32) != float("-inf"))
     return tl.where(allowed, score, float("-inf"))
+
+
+@triton.jit
+def without_hidden(x, key_mask, head, keys):
+    """A block [BLOCK_K, columns] with zeros for the keys that key_mask hides: they may hold NaN."""
+    if key_mask is not None:
+        mask = load_vector(key_mask, head, keys)
+        hidden = mask != 0 if mask.dtype == tl.uint8 else mask.to(tl.float32) == float("-inf")
+        x = tl.where(hidden[:, None], 0.0, x)
+    return x
 
 
 @triton.jit
@@ -153,7 +166,7 @@ def direct_forward_kernel(
     end = tl.minimum(sizes.n_k, row + BLOCK_Q) if IS_CAUSAL else sizes.n_k
     for first_key in range(0, end, BLOCK_K):
         keys = span_of(first_key, sizes.n_k, BLOCK_K)
-        v = load_matrix(value, head, keys, columns).to(DOT)
+        v = without_hidden(load_matrix(value, head, keys, columns).to(DOT), key_mask, head, keys)
         score = masked_scores(
             query, key, attn_mask, key_mask, sizes.scale, head, rows, keys, IS_CAUSAL, RANK
         )
@@ -229,7 +242,7 @@ def direct_query_gradient_kernel(
     end = tl.minimum(sizes.n_k, row + BLOCK_Q) if IS_CAUSAL else sizes.n_k
     for first_key in range(0, end, BLOCK_K):
         keys = span_of(first_key, sizes.n_k, BLOCK_K)
-        v = load_matrix(value, head, keys, columns).to(DOT)
+        v = without_hidden(load_matrix(value, head, keys, columns).to(DOT), key_mask, head, keys)
         score = masked_scores(
             query, key, attn_mask, key_mask, sizes.scale, head, rows, keys, IS_CAUSAL, RANK
         )
@@ -239,6 +252,7 @@ def direct_query_gradient_kernel(
             grad_weight *= dropout_factor(dropout, head, rows, keys)
         grad_score = weight * (grad_weight - shift[None, :])
         k = load_matrix(key, head, keys, ranks).to(tl.float32)
+        k = without_hidden(k, key_mask, head, keys)
         acc = tl.dot(tl.trans(k), grad_score, acc, input_precision=PRECISION)
     store_matrix(grad_query + share * RANK, tl.trans(acc * sizes.scale), rows, ranks)
 
@@ -276,7 +290,7 @@ def direct_key_gradient_kernel(
     lse += head.number * sizes.n_q
     delta += share * sizes.n_q
 
-    v = load_matrix(value, head, keys, columns).to(DOT)
+    v = without_hidden(load_matrix(value, head, keys, columns).to(DOT), key_mask, head, keys)
     to_key = tl.zeros([BLOCK_K, RANK_TILE], tl.float32)
     to_value = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
     for row in range(first_key // BLOCK_Q * BLOCK_Q if IS_CAUSAL else 0, sizes.n_q, BLOCK_Q):
@@ -298,5 +312,7 @@ def direct_key_gradient_kernel(
         to_value = tl.dot(kept.to(DOT), g, to_value, input_precision=PRECISION)
         q = load_matrix(query, head, rows, ranks).to(tl.float32)
         to_key = tl.dot(grad_score, q, to_key, input_precision=PRECISION)
+    to_value = without_hidden(to_value, key_mask, head, keys)
+    to_key = without_hidden(to_key, key_mask, head, keys)
     store_matrix(grad_value + head.number * sizes.n_k * sizes.dv, to_value, keys, columns)
     store_matrix(grad_key + share * sizes.n_k * RANK, to_key * sizes.scale, keys, ranks)

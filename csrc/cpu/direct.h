@@ -66,16 +66,31 @@ static void add_bool_mask(const uint8_t* mask, int64_t stride, int64_t count, bo
 }
 
 // An additive mask in units of ln 2. The lowest finite number stays finite, because a row that
-// contains only this number still attends to all keys.
+// contains only this number still attends to all keys. Loops without a branch run in vectors.
 template <class T>
-BOLTZATTN_INLINE T scaled_bias(T x, T* clamped) {
-  const T scaled = x * T(kLog2e);
-  if (scaled != T(-INFINITY) || x == T(-INFINITY)) return scaled;
-  *clamped = x;
-  return OnlineSoftmax<T>::kLowest;
+static void scale_biases(T* bias, int64_t count, T* clamped) {
+  int overflows = 0;
+  for (int64_t j = 0; j < count; ++j)
+    overflows |= (bias[j] * T(kLog2e) == T(-INFINITY)) & (bias[j] != T(-INFINITY));
+  for (int64_t j = 0; overflows && j < count; ++j)
+    if (bias[j] != T(-INFINITY) && bias[j] * T(kLog2e) == T(-INFINITY)) *clamped = bias[j];
+  for (int64_t j = 0; j < count; ++j) {
+    const T x = bias[j], scaled = x * T(kLog2e);
+    bias[j] = scaled == T(-INFINITY) && x != T(-INFINITY) ? OnlineSoftmax<T>::kLowest : scaled;
+  }
+}
+
+// A logit that a mask hides is -inf, whatever its key holds.
+template <class T>
+BOLTZATTN_INLINE T add_bias(T score, T bias) {
+  return bias == T(-INFINITY) ? bias : score + bias;
 }
 
 // Everything that forbids or shifts logits of the tile (first_row, first_key).
+//
+// What is hidden does not count, whatever it holds. A key that key_mask hides is read as 0. A key
+// that is hidden from some rows only, by is_causal or attn_mask, has weight 0 there, but
+// 0 * NaN = NaN; so where a tile holds NaN or infinity its visible pairs are added up one by one.
 template <class T>
 struct TileMask {
   const Attention& call;
@@ -93,7 +108,7 @@ struct TileMask {
                     m.column, keys, false, key_bias);
     } else {
       read_block(m, h, 0, first_key, 1, keys, key_bias, 0, 1);
-      for (int64_t j = 0; j < keys; ++j) key_bias[j] = scaled_bias(key_bias[j], &clamped);
+      scale_biases(key_bias, keys, &clamped);
     }
   }
 
@@ -102,19 +117,49 @@ struct TileMask {
     for (int64_t i = 0; i < rows; ++i) {
       T* row = scores + i * kKeyBlock;
       if (call.key_mask)
-        for (int64_t j = 0; j < keys; ++j) row[j] += key_bias[j];
+        for (int64_t j = 0; j < keys; ++j) row[j] = add_bias(row[j], key_bias[j]);
       if (m && m.dtype == DType::kBool) {
         const int64_t at = m.head[h] + (first_row + i) * m.row + first_key * m.column;
         add_bool_mask(static_cast<const uint8_t*>(m.data) + at, m.column, keys, true, row);
       } else if (m) {
         read_block(m, h, first_row + i, first_key, 1, keys, row_bias, 0, 1);
-        for (int64_t j = 0; j < keys; ++j) row[j] += scaled_bias(row_bias[j], &clamped);
+        scale_biases(row_bias, keys, &clamped);
+        for (int64_t j = 0; j < keys; ++j) row[j] = add_bias(row[j], row_bias[j]);
       }
       if (call.is_causal)
         for (int64_t j = first_row + i + 1 - first_key; j < keys; ++j)
           if (j >= 0) row[j] = T(-INFINITY);
       for (int64_t j = keys; j < width_of<T>(keys); ++j) row[j] = T(-INFINITY);
     }
+  }
+
+  // Calls visit(j) for the keys of the tile that are hidden from all rows.
+  template <class Visit>
+  void for_hidden_keys(int64_t keys, Visit visit) const {
+    for (int64_t j = 0; call.key_mask && j < keys; ++j)
+      if (key_bias[j] == T(-INFINITY)) visit(j);
+  }
+
+  // Whether some pairs of the tile may be hidden while their keys are not.
+  bool hides_pairs(int64_t first_row, int64_t first_key, int64_t keys) const {
+    return call.attn_mask || (call.is_causal && first_key + keys > first_row + 1);
+  }
+  bool hides_pair(int64_t row, int64_t key) const {
+    const Matrix& m = call.attn_mask;
+    if (!m) return call.is_causal && key > row;
+    if (m.dtype == DType::kBool)
+      return !static_cast<const uint8_t*>(m.data)[m.head[h] + row * m.row + key * m.column];
+    T bias;
+    read_block(m, h, row, key, 1, 1, &bias, 0, 0);
+    return bias == T(-INFINITY);
+  }
+  // Calls visit(i, j) for the visible pairs of a tile.
+  template <class Visit>
+  void for_visible_pairs(int64_t first_row, int64_t rows, int64_t first_key, int64_t keys,
+                         Visit visit) const {
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < keys; ++j)
+        if (!hides_pair(first_row + i, first_key + j)) visit(i, j);
   }
 };
 
@@ -199,9 +244,14 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
     read_keys(call, h, key, keys, k);
     value_tile.read(call.value, h, key, keys, v);
     mask.start_keys(key, keys);
+    mask.for_hidden_keys(keys, [&](int64_t j) {
+      for (int64_t c = 0; c < call.dv; ++c) v[value_tile.at(j, c)] = 0;
+    });
+    const bool odd = mask.hides_pairs(first_row, key, keys) && !all_finite(v, value_tile.size());
     for (int64_t block = 0; block < rows; block += kRowBlock) {
       const int64_t here = least(kRowBlock, rows - block), row = first_row + block;
       if (call.is_causal && row + here <= key) continue;
+      pause_point();
       score(here, width, call.rank, q + block * call.rank, k, scores);
       mask.apply(row, here, key, keys, scores);
       // First all maxima, then all weights: the weights of a row depend on its own maximum only, so
@@ -214,6 +264,13 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
         weigh_row(state[block + i], scores + i * kKeyBlock, width);
         if (dropout)
           dropout.apply(row + i, key, width, scores + i * kKeyBlock, scores + i * kKeyBlock);
+      }
+      if (odd && mask.hides_pairs(row, key, keys)) {
+        mask.for_visible_pairs(row, here, key, keys, [&](int64_t i, int64_t j) {
+          for (int64_t c = 0; c < call.dv; ++c)
+            sum[sums.at(block + i, c)] += scores[i * kKeyBlock + j] * v[value_tile.at(j, c)];
+        });
+        continue;
       }
       for (int64_t p = 0; p < sums.count(); ++p)
         gemm<T, true>(here, sums.vectors(p), keys, {scores, kKeyBlock, 1}, v + value_tile.offset(p),

@@ -5,6 +5,10 @@
 //   dQ = scale dS K,  dK = scale dS^T Q.
 // A task owns a range of keys and streams all queries past it, one tile of keys after another.
 // dQ alone is summed over tasks: each writes its share, and a second step adds them in order.
+//
+// Rounding leaves in dS an error of P times the rounding of dP and delta, which is nothing to dS if
+// P is small. But where one key has nearly all the weight, its dP - delta is 0 except for rounding.
+// The sum of dS over a row is grad_lse, so that key gets what the other keys leave of it.
 
 // Sums over many rows are added in steps, because each addition to a running sum rounds relative to
 // the whole sum.
@@ -14,7 +18,14 @@ static void join_total(T* sum, T* total, int64_t size) {
   set_zero(sum, size);
 }
 
-// dq[rows][rank] += ds[rows][width] k[rank][width]^T
+template <class T>
+BOLTZATTN_INLINE T sum_of_row(const T* row, int64_t width) {
+  Vec<T> sum{};
+  for (int64_t j = 0; j < width; j += kLanes<T>) sum += load(row + j);
+  return reduce_sum<T>(sum);
+}
+
+// dq[rows][rank + 1] += ds[rows][width] k[rank][width]^T; the last column is left alone.
 template <class T>
 static void add_query_gradient(int64_t rows, int64_t width, int64_t rank, const T* ds, const T* k,
                                T* dq) {
@@ -29,28 +40,37 @@ static void add_query_gradient(int64_t rows, int64_t width, int64_t rank, const 
 #pragma GCC unroll 4
         for (int c = 0; c < kAtOnce; ++c) sum[c] += x * load(k + (r + c) * kKeyBlock + j);
       }
-      for (int c = 0; c < kAtOnce; ++c) dq[i * rank + r + c] += reduce_sum<T>(sum[c]);
+      for (int c = 0; c < kAtOnce; ++c) dq[i * (rank + 1) + r + c] += reduce_sum<T>(sum[c]);
     }
     for (; r < rank; ++r) {
       Vec<T> sum{};
       for (int64_t j = 0; j < width; j += L)
         sum += load(ds + i * kKeyBlock + j) * load(k + r * kKeyBlock + j);
-      dq[i * rank + r] += reduce_sum<T>(sum);
+      dq[i * (rank + 1) + r] += reduce_sum<T>(sum);
     }
   }
 }
 
-// What a row's weights are rebuilt from: 2^(score - high - low). The maximum and the sum of the row
-// are found again, by the same operations as in forward: an lse, even in fp64, has lost the digits
-// that weights of large logits need.
+// Products of values below 1 / kRoom of the largest number with gradients that are dv times smaller
+// add up to finite numbers.
 template <class T>
-struct RowNorm {
-  T high, low;
+constexpr T kRoom = sizeof(T) == 8 ? T(1.3407807929942597e154) : T(1.8446744073709552e19);
+
+// What is known of a row before its gradients are summed. Its weights are rebuilt as
+// 2^(score - high - low). The maximum and the sum of the row are found again, by the same
+// operations as in forward: an lse, even in fp64, has lost the digits that weights of large logits
+// need.
+template <class T>
+struct RowState {
+  T high, low, delta;
+  bool odd;          // NaN or infinity among its numbers, or numbers that could become infinite
+  int64_t top_tile;  // the first key of the tile with a key that has more than half of the weight
+  int64_t top;       // this key; both are -1 if there is none
 };
 
 template <class T>
-static void row_norms(const Attention& call, int64_t h, int64_t first, int64_t rows,
-                      RowNorm<T>* norms) {
+static void find_norms(const Attention& call, int64_t h, int64_t first, int64_t rows,
+                       RowState<T>* found) {
   Scratch scratch(
       int64_t(sizeof(T)) * (kRowBlock * call.rank + kKeyBlock * (call.rank + kRowBlock + 2)) +
           kRowBlock * int64_t(sizeof(OnlineSoftmax<T>)),
@@ -62,25 +82,56 @@ static void row_norms(const Attention& call, int64_t h, int64_t first, int64_t r
   TileMask<T> mask{call, h, scratch.take<T>(kKeyBlock), scratch.take<T>(kKeyBlock)};
   const ScoreTile<T> score = score_tile_for<T>(call.rank);
   read_queries(call, h, first, rows, q);
-  for (int64_t i = 0; i < rows; ++i) state[i] = {};
+  for (int64_t i = 0; i < rows; ++i) state[i] = {}, found[i].top = found[i].top_tile = -1;
   const int64_t key_end = call.is_causal ? least(call.n_k, first + rows) : call.n_k;
   for (int64_t key = 0; key < key_end; key += kKeyBlock) {
     const int64_t keys = least(kKeyBlock, key_end - key), width = width_of<T>(keys);
+    pause_point();
     read_keys(call, h, key, keys, k);
     mask.start_keys(key, keys);
     score(rows, width, call.rank, q, k, scores);
     mask.apply(first, rows, key, keys, scores);
-    for (int64_t i = 0; i < rows; ++i) state[i].raise(top_of_row(scores + i * kKeyBlock, width));
+    for (int64_t i = 0; i < rows; ++i) {
+      const T top = top_of_row(scores + i * kKeyBlock, width);
+      if (top > state[i].max) found[i].top_tile = key;
+      state[i].raise(top);
+    }
     for (int64_t i = 0; i < rows; ++i) weigh_row(state[i], scores + i * kKeyBlock, width);
   }
-  for (int64_t i = 0; i < rows; ++i)
-    norms[i] = {state[i].reference(), state[i].sum == 0 ? T(0) : T(::log2(state[i].sum))};
+  for (int64_t i = 0; i < rows; ++i) {
+    found[i].high = state[i].reference();
+    found[i].low = state[i].sum == 0 ? T(0) : T(::log2(state[i].sum));
+    found[i].odd = mask.hides_pairs(first, 0, call.n_k) &&
+                   !(all_finite(q + i * call.rank, call.rank) && all_finite(&found[i].high, 1) &&
+                     all_finite(&found[i].low, 1));
+    if (!(state[i].sum < 2)) found[i].top_tile = -1;  // the weight of the largest logit is 1 / sum
+  }
+}
+
+// delta, summed in fp64: if one key takes all the weight, dP - delta is 0 except for rounding.
+template <class T>
+static void find_deltas(const AttentionGradient& g, int64_t h, int64_t first, int64_t rows,
+                        RowState<T>* found) {
+  const Attention& call = g.call;
+  Scratch scratch(int64_t(sizeof(T)) * 2 * call.dv, 2);
+  T* out = scratch.take<T>(call.dv);
+  T* grad = scratch.take<T>(call.dv);
+  for (int64_t i = 0; i < rows; ++i) {
+    read_block(call.out, h, first + i, 0, 1, call.dv, out, 0, 1);
+    read_block(g.grad_out, h, first + i, 0, 1, call.dv, grad, 0, 1);
+    double sum = 0, lse_gradient = 0;
+    for (int64_t c = 0; c < call.dv; ++c) sum += double(out[c]) * double(grad[c]);
+    if (g.grad_lse) read_block(g.grad_lse, h, first + i, 0, 1, 1, &lse_gradient, 0, 0);
+    found[i].delta = T(sum - lse_gradient);
+    if (call.attn_mask || call.is_causal)
+      found[i].odd |=
+          !(all_finite(grad, call.dv, kRoom<T> * T(call.dv)) && all_finite(&found[i].delta, 1));
+  }
 }
 
 template <class T>
-static void direct_backward_keys(const AttentionGradient& g, const T* delta,
-                                 const RowNorm<T>* norms, int64_t h, int64_t first_key,
-                                 int64_t key_end, T* dq_share) {
+static void direct_backward_keys(const AttentionGradient& g, RowState<T>* states, int64_t h,
+                                 int64_t first_key, int64_t key_end, T* dq_share, double* dk_rows) {
   const Attention& call = g.call;
   const Panels<T> by_value{call.dv, kKeyBlock};   // dV
   const Panels<T> by_key{kKeyBlock, call.dv};     // V^T
@@ -114,10 +165,19 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta,
     for (T* x : {dk, dk_total}) set_zero(x, call.rank * kKeyBlock);
     for (T* x : {dv, dv_total}) set_zero(x, by_value.size());
     mask.start_keys(key, keys);
+    mask.for_hidden_keys(keys, [&](int64_t j) {
+      for (int64_t r = 0; r < call.rank; ++r) k[r * kKeyBlock + j] = 0;
+      for (int64_t c = 0; c < call.dv; ++c) v[by_key.at(c, j)] = 0;
+    });
+    const bool odd_keys =
+        mask.hides_pairs(0, key, keys) &&
+        !(all_finite(k, call.rank * kKeyBlock) && all_finite(v, by_key.size(), kRoom<T>));
 
     const int64_t first_row = call.is_causal ? key / kRowBlock * kRowBlock : 0;
     for (int64_t row = first_row; row < call.n_q; row += kRowBlock) {
       const int64_t rows = least(kRowBlock, call.n_q - row);
+      T* dq = dq_share + row * (call.rank + 1);
+      pause_point();
       read_queries(call, h, row, rows, q);
       grad_tile.read(g.grad_out, h, row, rows, grad_panels);
       read_block(g.grad_out, h, row, 0, rows, call.dv, grad_rows, call.dv, 1);
@@ -126,18 +186,30 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta,
       for (int64_t panel = 0; panel < width / kPanelWidth<T>; ++panel)
         gemm<T, false>(rows, kPanel, call.dv, {grad_rows, call.dv, 1}, v + by_key.offset(panel),
                        kPanelWidth<T>, ds + panel * kPanelWidth<T>, kKeyBlock);
+      bool odd = false;
+      if (mask.hides_pairs(row, key, keys)) {
+        odd = odd_keys;
+        for (int64_t i = 0; i < rows; ++i) odd |= states[row + i].odd;
+      }
       for (int64_t i = 0; i < rows; ++i) {
         T* p_row = p + i * kKeyBlock;
         T* ds_row = ds + i * kKeyBlock;
         if (dropout) dropout.apply(row + i, key, width, ds_row, ds_row);
-        const T shift = delta[row + i];
-        const RowNorm<T> norm = norms[row + i];
+        RowState<T>& state = states[row + i];
+        const T high = state.high, low = state.low, delta = state.delta;
+        int64_t top = state.top_tile == key ? 0 : -1;
+        if (top == 0)
+          while (top < keys && p_row[top] != high) ++top;
 #pragma GCC unroll 4
         for (int64_t j = 0; j < width; j += L) {
-          const Vec<T> weight = exp2_of((load(p_row + j) - norm.high) - norm.low);
+          const Vec<T> weight = exp2_of((load(p_row + j) - high) - low);
           store(p_row + j, weight);
-          store(ds_row + j, weight * (load(ds_row + j) - shift));
+          store(ds_row + j, weight * (load(ds_row + j) - delta));
         }
+        for (int64_t j = 0; odd && j < keys; ++j)
+          if (mask.hides_pair(row + i, key + j)) p_row[j] = ds_row[j] = 0;
+        if (top >= 0 && top < keys) ds_row[top] = 0, state.top = key + top;
+        if (state.top_tile >= 0) dq[i * (call.rank + 1) + call.rank] += sum_of_row(ds_row, width);
       }
       const T* kept = p;
       if (dropout) {
@@ -145,21 +217,75 @@ static void direct_backward_keys(const AttentionGradient& g, const T* delta,
           dropout.apply(row + i, key, width, p + i * kKeyBlock, factor + i * kKeyBlock);
         kept = factor;
       }
-      for (int64_t panel = 0; panel < by_value.count(); ++panel)
-        gemm<T, true>(keys, by_value.vectors(panel), rows, {kept, 1, kKeyBlock},
-                      grad_panels + grad_tile.offset(panel), kPanelWidth<T>,
-                      dv + by_value.offset(panel), kPanelWidth<T>);
-      gemm<T, true>(call.rank, width / L, rows, {q, 1, call.rank}, ds, kKeyBlock, dk, kKeyBlock);
-      add_query_gradient(rows, width, call.rank, ds, k, dq_share + row * call.rank);
+      if (odd) {
+        mask.for_visible_pairs(row, rows, key, keys, [&](int64_t i, int64_t j) {
+          const int64_t at = i * kKeyBlock + j;
+          for (int64_t c = 0; c < call.dv; ++c)
+            dv[by_value.at(j, c)] += kept[at] * grad_rows[i * call.dv + c];
+          for (int64_t r = 0; r < call.rank; ++r) {
+            dk[r * kKeyBlock + j] += ds[at] * q[i * call.rank + r];
+            dq[i * (call.rank + 1) + r] += ds[at] * k[r * kKeyBlock + j];
+          }
+        });
+      } else {
+        for (int64_t panel = 0; panel < by_value.count(); ++panel)
+          gemm<T, true>(keys, by_value.vectors(panel), rows, {kept, 1, kKeyBlock},
+                        grad_panels + grad_tile.offset(panel), kPanelWidth<T>,
+                        dv + by_value.offset(panel), kPanelWidth<T>);
+        gemm<T, true>(call.rank, width / L, rows, {q, 1, call.rank}, ds, kKeyBlock, dk, kKeyBlock);
+        add_query_gradient(rows, width, call.rank, ds, k, dq);
+      }
       if ((row / kRowBlock + 1) % kRowSpan == 0 || row + kRowBlock >= call.n_q) {
         join_total(dk, dk_total, call.rank * kKeyBlock);
         join_total(dv, dv_total, by_value.size());
       }
     }
+    mask.for_hidden_keys(keys, [&](int64_t j) {
+      for (int64_t r = 0; r < call.rank; ++r) dk_total[r * kKeyBlock + j] = 0;
+      for (int64_t c = 0; c < call.dv; ++c) dv_total[by_value.at(j, c)] = 0;
+    });
     by_value.write(dv_total, keys, g.grad_value, h, key);
     for (int64_t c = 0; c < call.rank * kKeyBlock; ++c)
       dk_total[c] *= T(kLn2);  // q held scale * log2(e)
-    write_block(dk_total, 1, kKeyBlock, keys, call.rank, g.grad_key, h, key, 0);
+    for (int64_t j = 0; j < keys; ++j)
+      for (int64_t r = 0; r < call.rank; ++r)
+        dk_rows[(key + j) * call.rank + r] = double(dk_total[r * kKeyBlock + j]);
+  }
+}
+
+// Adds up the shares of dq, gives the keys that have most of a row's weight their part, and writes
+// the gradients of queries and keys. The last column of dq holds the sum of ds over all other keys.
+template <class T>
+static void finish_head(const AttentionGradient& g, int64_t h, int64_t shares,
+                        const RowState<T>* states, T* dq, double* dk) {
+  const Attention& call = g.call;
+  const int64_t n_q = call.n_q, rank = call.rank, width = rank + 1;
+  const int64_t size = n_q * width, at_once = 256;
+  for (int64_t s = 1; s < shares; ++s)
+    for (int64_t c = 0; c < size; ++c) dq[c] += dq[s * size + c];
+  Scratch scratch(int64_t(sizeof(T)) * (2 + at_once) * rank, 3);
+  T* q = scratch.take<T>(rank);
+  T* k = scratch.take<T>(rank);
+  T* rows = scratch.take<T>(at_once * rank);
+  for (int64_t i = 0; i < n_q; ++i) {
+    const int64_t top = states[i].top;
+    if (top < 0) continue;
+    double lse_gradient = 0;
+    if (g.grad_lse) read_block(g.grad_lse, h, i, 0, 1, 1, &lse_gradient, 0, 0);
+    const T ds = T(lse_gradient - double(dq[i * width + rank]));
+    read_block(call.query, h, i, 0, 1, rank, q, 0, 1);
+    read_block(call.key, h, top, 0, 1, rank, k, 0, 1);
+    for (int64_t r = 0; r < rank; ++r) {
+      dq[i * width + r] += ds * k[r];
+      dk[top * rank + r] += double(ds) * double(q[r]) * call.scale;
+    }
+  }
+  for (int64_t c = 0; c < size; ++c) dq[c] *= T(call.scale);
+  write_block(dq, width, 1, n_q, rank, g.grad_query, h, 0, 0);
+  for (int64_t j = 0; j < call.n_k; j += at_once) {
+    const int64_t here = least(at_once, call.n_k - j);
+    for (int64_t c = 0; c < here * rank; ++c) rows[c] = T(dk[j * rank + c]);
+    write_block(rows, rank, 1, here, rank, g.grad_key, h, j, 0);
   }
 }
 
@@ -171,57 +297,31 @@ static void direct_backward_heads(const AttentionGradient& g, int64_t first_head
   // Depends on the sizes only, not on the number of threads: the order of sums must stay the same.
   const int64_t parts =
       most(1, least(ceil_div(call.n_k, 4 * kKeyBlock), ceil_div(32, most(heads, 1))));
-  const int64_t keys = round_up(ceil_div(call.n_k, parts), kKeyBlock);
-  const int64_t shares = call.n_k == 0 ? 0 : ceil_div(call.n_k, keys);
-  Buffer<T> delta(heads * n_q);
-  Buffer<T> dq(heads * shares * n_q * rank);
+  const int64_t keys = round_up(most(1, ceil_div(call.n_k, parts)), kKeyBlock);
+  const int64_t shares = most(1, ceil_div(call.n_k, keys));
+  Buffer<RowState<T>> states(heads * n_q);
+  Buffer<T> dq(heads * shares * n_q * (rank + 1));
+  Buffer<double> dk(heads * call.n_k * rank);  // fp64, because one key may be the top of all rows
 
-  const int64_t delta_rows = 256, delta_blocks = ceil_div(n_q, delta_rows);
-  parallel(heads * delta_blocks, [&](int64_t task) {
-    const int64_t h = first_head + task / delta_blocks, first = task % delta_blocks * delta_rows;
-    const int64_t rows = least(delta_rows, n_q - first);
-    Scratch scratch(int64_t(sizeof(T)) * 2 * call.dv, 2);
-    T* out = scratch.take<T>(call.dv);
-    T* grad = scratch.take<T>(call.dv);
-    for (int64_t i = first; i < first + rows; ++i) {
-      read_block(call.out, h, i, 0, 1, call.dv, out, 0, 1);
-      read_block(g.grad_out, h, i, 0, 1, call.dv, grad, 0, 1);
-      // In fp64: if one key takes all the weight, dP - delta is 0 except for rounding.
-      double sum = 0;
-      for (int64_t c = 0; c < call.dv; ++c) sum += double(out[c]) * double(grad[c]);
-      double lse_gradient = 0;
-      if (g.grad_lse) read_block(g.grad_lse, h, i, 0, 1, 1, &lse_gradient, 0, 0);
-      delta.data[(h - first_head) * n_q + i] = T(sum - lse_gradient);
-    }
-  });
-  Buffer<RowNorm<T>> norms(heads * n_q);
-  const int64_t norm_blocks = ceil_div(n_q, kRowBlock);
-  parallel(heads * norm_blocks, [&](int64_t task) {
-    const int64_t index = task / norm_blocks, first = task % norm_blocks * kRowBlock;
-    row_norms<T>(call, first_head + index, first, least(kRowBlock, n_q - first),
-                 norms.data + index * n_q + first);
+  const int64_t row_blocks = ceil_div(n_q, kRowBlock);
+  parallel(heads * row_blocks, [&](int64_t task) {
+    const int64_t index = task / row_blocks, first = task % row_blocks * kRowBlock;
+    const int64_t here = least(kRowBlock, n_q - first);
+    RowState<T>* found = states.data + index * n_q + first;
+    find_norms<T>(call, first_head + index, first, here, found);
+    find_deltas<T>(g, first_head + index, first, here, found);
   });
   parallel(heads * shares, [&](int64_t task) {
     const int64_t h = first_head + task / shares, first = task % shares * keys;
-    T* dq_share = dq.data + task * n_q * rank;
-    set_zero(dq_share, n_q * rank);
-    direct_backward_keys<T>(g, delta.data + task / shares * n_q, norms.data + task / shares * n_q,
-                            h, first, least(first + keys, call.n_k), dq_share);
+    T* dq_share = dq.data + task * n_q * (rank + 1);
+    set_zero(dq_share, n_q * (rank + 1));
+    direct_backward_keys<T>(g, states.data + task / shares * n_q, h, first,
+                            least(first + keys, call.n_k), dq_share,
+                            dk.data + task / shares * call.n_k * rank);
   });
-  const int64_t rows = 1024, blocks = ceil_div(n_q, rows);
-  parallel(heads * blocks, [&](int64_t task) {
-    const int64_t index = task / blocks, first = task % blocks * rows;
-    const int64_t size = least(rows, n_q - first) * rank;
-    Scratch scratch(int64_t(sizeof(T)) * size, 1);
-    T* sum = scratch.take<T>(size);
-    for (int64_t c = 0; c < size; ++c) sum[c] = 0;
-    for (int64_t s = 0; s < shares; ++s) {
-      const T* share = dq.data + (index * shares + s) * n_q * rank + first * rank;
-      for (int64_t c = 0; c < size; ++c) sum[c] += share[c];
-    }
-    for (int64_t c = 0; c < size; ++c) sum[c] *= T(call.scale);
-    write_block(sum, rank, 1, least(rows, n_q - first), rank, g.grad_query, first_head + index,
-                first, 0);
+  parallel(heads, [&](int64_t index) {
+    finish_head<T>(g, first_head + index, shares, states.data + index * n_q,
+                   dq.data + index * shares * n_q * (rank + 1), dk.data + index * call.n_k * rank);
   });
 }
 

@@ -47,6 +47,18 @@ class Problem(NamedTuple):
         query, key, value = self.query.to(dtype), self.key.to(dtype), self.value.to(dtype)
         return self._replace(query=query, key=key, value=value)
 
+    def without_hidden_keys(self) -> Problem:
+        """The problem with zeros for the keys, and their values, that `key_mask` hides.
+
+        They may hold NaN, and a weight of 0 times NaN is NaN.
+        """
+        if self.key_mask is None:
+            return self
+        is_bool = self.key_mask.dtype == torch.bool
+        hidden = (self.key_mask if is_bool else self.key_mask == -torch.inf)[..., None]
+        key, value = (x.masked_fill(hidden, 0.0) for x in (self.key, self.value))
+        return self._replace(key=key, value=value)
+
     def rows(self, queries: slice, keys: slice) -> Problem:
         """The problem of some queries and some keys; for problems without dropout."""
         attn_mask, key_mask = self.attn_mask, self.key_mask

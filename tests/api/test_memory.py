@@ -101,3 +101,47 @@ def test_forward_and_backward_stay_small(server: Server) -> None:
 @pytest.mark.parametrize("server", servers(facts(n_q=N, n_k=N, rank=8, dv=4)), ids=str)
 def test_forward_and_backward_hold_no_scores(server: Server) -> None:
     assert peak_of(BACKWARD, server, rank=8, dv=4) < SCORES
+
+
+# Prints by how many bytes the resident memory has grown over {calls} calls, after a tenth as many.
+MANY_CALLS = """
+import random
+import torch, boltzattn
+
+def resident():
+    return int(open("/proc/self/status").read().split("VmRSS:")[1].split()[0]) * 1024
+
+def call():
+    n_q, n_k, dv = (draw.randint(1, 40) for _ in range(3))
+    rank = draw.choice([1, 1, 2])
+    query, key = (torch.rand(n, rank, requires_grad=True) for n in (n_q, n_k))
+    value = torch.rand(n_k, dv, requires_grad=True)
+    options = dict(is_causal=draw.random() < 0.3)
+    if rank == 1:
+        options["method"] = draw.choice(["direct", "transform"])
+    if draw.random() < 0.2:
+        options["key_padding_mask"] = torch.rand(n_k) < 0.5
+    boltzattn.attention(query, key, value, **options).sum().backward()
+
+torch.set_num_threads({threads})
+draw = random.Random(0)
+for _ in range({calls} // 10):
+    call()
+before = resident()
+for _ in range({calls}):
+    call()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("calls", [3_000, pytest.param(200_000, marks=pytest.mark.full)])
+def test_many_small_calls_leave_memory_flat(calls: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_CALLS.format(calls=calls, threads=2)],
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 5 * MEGABYTE

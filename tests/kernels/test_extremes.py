@@ -9,8 +9,8 @@ import boltzattn
 import pytest
 import torch
 from check import assert_attention, lse_dtype, run
-from errors import assert_accurate
-from oracle import Result, largest
+from errors import assert_accurate, error_of
+from oracle import Result, largest, oracle
 from servers import ANY_RANK, PLAIN, Server, facts, servers
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -51,6 +51,36 @@ def test_logits_far_from_zero(shift: float, dtype: torch.dtype, server: Server) 
     query = query.abs() + 0.5
     key = (key.double() + shift).to(dtype)
     assert_attention(server, query, key, value, grad_out)
+
+
+@pytest.mark.parametrize("server", servers(facts(rank=2)), ids=str)
+@pytest.mark.parametrize("top", [3.0, 8.0])  # for more, fp64 would be no oracle
+@pytest.mark.parametrize("n", [2, 16, 700])
+def test_gradients_of_rows_with_one_heavy_key(n: int, top: float, server: Server) -> None:
+    """The error is small beside the gradients, not just beside what cancels in them.
+
+    The gradient of the heavy key's logit is minus the sum of the others', none of which cancels, so
+    it can be had to a few roundings.
+    """
+    query, key, value, grad_out = _inputs(n_q=n, n_k=n, rank=2, dv=8)
+    query = query.abs() + 1.0
+    key = key.clamp(-2.0, 2.0)
+    key[:, 0] = 2.0 + top
+    actual = run(server, query, key, value, grad_out)
+    truth = oracle(query, key, value, grad_out)
+    tolerance = 32 * torch.finfo(torch.float32).eps * (1.0 + top)  # logits are rounded, too
+    for name in ("grad_query", "grad_key"):
+        error = error_of(getattr(actual, name), getattr(truth, name))
+        assert error <= tolerance * largest(getattr(truth, name)), name
+
+
+@pytest.mark.parametrize("server", PLAIN, ids=str)
+def test_gradients_where_queries_keys_and_values_are_huge(server: Server) -> None:
+    """Every row has one key; its gradient is 0, and what cancels would overflow times the keys."""
+    query, key, value, grad_out = _inputs(n_q=16, n_k=16, dv=8)
+    actual = run(server, query * 1e18, key * 1e18, value * 1e30, grad_out)
+    for x in (actual.grad_query, actual.grad_key):
+        assert torch.equal(x, torch.zeros_like(x))
 
 
 @pytest.mark.parametrize("server", PLAIN, ids=str)

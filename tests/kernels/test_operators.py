@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import boltzattn._C as module
+import fuzz_operators
 import pytest
 import torch
 from boltzattn.problem import LayerProblem, Problem
@@ -210,6 +211,9 @@ def test_projections() -> None:
     }.items():
         with pytest.raises(RuntimeError, match=message):
             ops.cpu_project(*arguments)
+    numbers, extents = ops.cpu_project(x[:0], weight, None)
+    assert numbers.shape == (0, 4, N)
+    assert extents.shape == (0, 4, 6)
 
 
 def test_tolerances_are_those_of_python() -> None:
@@ -222,3 +226,10 @@ def test_tolerances_are_those_of_python() -> None:
         assert table["tolerance"][name] == tolerance
         assert table["precision"][name][0] == tolerances.PRECISION[dtype]
         assert len(table["precision"][name]) == tolerances.LEVELS
+
+
+def test_wrong_calls_of_all_operators_end_without_a_signal() -> None:
+    """A short run without AddressSanitizer; `make fuzz-operators` is the long one with it."""
+    counts, wrong = fuzz_operators.fuzz(first=1_000_000, calls=100_000, seconds=25)
+    assert not wrong, "\n".join(wrong)
+    assert counts["raised"] > 100

@@ -136,6 +136,18 @@ static void write_block(const T* from, int64_t from_row, int64_t from_column, in
   });
 }
 
+// No NaN, and no number that times `room` is infinite.
+template <class T>
+static bool all_finite(const T* x, int64_t size, T room = 1) {
+  constexpr int L = kLanes<T>;
+  Vec<T> odds{};  // NaN where a number is infinite or NaN
+  int64_t i = 0;
+  for (; i + L <= size; i += L) odds += load(x + i) * room * T(0);
+  T odd = reduce_sum<T>(odds);
+  for (; i < size; ++i) odd += x[i] * room * T(0);
+  return odd == 0;
+}
+
 // A width in vectors, cut into panels [width / kPanelWidth][rows][kPanelWidth]: the innermost loop
 // of a product then walks memory contiguously.
 template <class T>
@@ -152,6 +164,10 @@ struct Panels {
     return least(kPanelWidth<T>, width - panel * kPanelWidth<T>);
   }
   int64_t vectors(int64_t panel) const { return ceil_div(columns(panel), kLanes<T>); }
+  // Where an element is.
+  int64_t at(int64_t row, int64_t column) const {
+    return offset(column / kPanelWidth<T>) + row * kPanelWidth<T> + column % kPanelWidth<T>;
+  }
 
   // Reads `count` rows of a matrix, row i of the tile being row first + i; the rest becomes 0.
   void read(const Matrix& m, int64_t h, int64_t first, int64_t count, T* to) const {

@@ -48,7 +48,7 @@ struct Buffer {
     std::free(data);
     const int64_t bytes = round_up(size * int64_t(sizeof(T)) + 1, kCacheLine);
     data = static_cast<T*>(std::aligned_alloc(size_t(kCacheLine), size_t(bytes)));
-    if (!data) throw_bad_alloc();
+    if (!data) throw_out_of_memory(bytes);
     forbid(data, bytes);
     allow(data, size * int64_t(sizeof(T)));
   }
@@ -58,35 +58,14 @@ BOLTZATTN_INLINE void set_zero(T* data, int64_t size) {
   __builtin_memset(data, 0, size_t(size) * sizeof(T));
 }
 
-// Memory of one task, cut from a per-thread block that outlives the call, so that calls do not
-// touch new pages.
-struct ThreadBlock {
-  char* data = nullptr;
-  int64_t bytes = 0;
-  ~ThreadBlock() { std::free(data); }
-  char* reserve(int64_t wanted) {
-    if (bytes < wanted) {
-      std::free(data);
-      bytes = round_up(wanted, 4096);
-      data = static_cast<char*>(std::aligned_alloc(size_t(kCacheLine), size_t(bytes)));
-      if (!data) {
-        bytes = 0;
-        throw_bad_alloc();
-      }
-    }
-    return data;
-  }
-};
-
-// The caller states how many bytes it takes in how many pieces; every piece is aligned. A thread
-// has one at a time.
+// Memory of one task, cut from that of its thread. The caller states how many bytes it takes in how
+// many pieces; every piece is aligned. A thread has one at a time.
 struct Scratch {
   char* next;
   char* end;
   Scratch(int64_t bytes, int64_t pieces) {
-    static thread_local ThreadBlock block;
     bytes += pieces * (kCacheLine + kGap);
-    next = block.reserve(bytes);
+    next = thread_scratch(bytes);
     end = next + bytes;
     forbid(next, bytes);
   }

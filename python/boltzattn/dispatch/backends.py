@@ -240,7 +240,7 @@ BACKENDS: dict[str, Backend] = {
             ("cuda",),
             cuda_unavailable,
             {
-                "direct": Implementation(lambda: native.attention("cuda", "direct")),
+                "direct": Implementation(native.cuda_direct),
                 "transform": Implementation(lambda: native.attention("cuda", "transform")),
                 "project": Implementation(lambda: torch.ops.boltzattn.cuda_project),
             },

@@ -75,6 +75,18 @@ def attention(backend: str, operation: str) -> Kernels:
     return Kernels(forward, backward)
 
 
+def cuda_direct() -> Kernels:
+    """What `key_mask` hides may hold NaN, which these kernels would multiply by weights of 0."""
+    forward, backward = attention("cuda", "direct")
+
+    def clean_backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradients:
+        query, key, value = backward(grads, saved, problem.without_hidden_keys())
+        found = problem._replace(query=query, key=key, value=value).without_hidden_keys()
+        return Gradients(*found.inputs)
+
+    return Kernels(lambda problem: forward(problem.without_hidden_keys()), clean_backward)
+
+
 def cpu_causal() -> Kernels:
     """Forward is one operator; backward is composed."""
     run = torch.ops.boltzattn.cpu_causal_forward.default

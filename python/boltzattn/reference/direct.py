@@ -1,6 +1,10 @@
 """Attention over all pairs in plain torch: the oracle of every kernel, and the fallback.
 
 Scores are formed for a block of query rows at a time, so memory is linear in n for any n.
+
+What a mask hides does not count, whatever it holds. Keys that `key_mask` hides are replaced by
+zeros. Pairs that `is_causal` or `attn_mask` hides have weight 0, but 0 * NaN is NaN; `_product`
+leaves them out.
 """
 
 from __future__ import annotations
@@ -20,28 +24,65 @@ SCORES_PER_BLOCK = 1 << 20
 
 def scores(problem: Problem, rows: slice | None = None) -> Tensor:
     """Masked logits [*L, rows, n_k] of some query rows, or of all."""
-    n_q, n_k = problem.query.shape[-2], problem.key.shape[-2]
-    rows = slice(0, n_q) if rows is None else rows
+    rows = slice(0, problem.query.shape[-2]) if rows is None else rows
     logits = (problem.query[..., rows, :] * problem.scale) @ problem.key.transpose(-1, -2)
     if problem.attn_mask is not None:
         mask = problem.attn_mask[..., rows, :]
         logits = (
             logits.masked_fill(~mask, -math.inf)
             if mask.dtype == torch.bool
-            else logits + mask.to(logits.dtype)
+            else (logits + mask.to(logits.dtype)).masked_fill(mask == -math.inf, -math.inf)
         )
     if problem.key_mask is not None:
         columns = problem.key_mask[..., None, :]
         logits = (
             logits.masked_fill(columns, -math.inf)
             if columns.dtype == torch.bool
-            else logits + columns.to(logits.dtype)
+            else (logits + columns.to(logits.dtype)).masked_fill(columns == -math.inf, -math.inf)
         )
     if problem.is_causal:
-        row = torch.arange(rows.start, rows.stop, device=logits.device)
-        column = torch.arange(n_k, device=logits.device)
-        logits = logits.masked_fill(column > row[:, None], -math.inf)
+        logits = logits.masked_fill(_later_keys(problem, rows), -math.inf)
     return logits
+
+
+def _later_keys(problem: Problem, rows: slice) -> Tensor:
+    row = torch.arange(rows.start, rows.stop, device=problem.query.device)
+    column = torch.arange(problem.key.shape[-2], device=problem.query.device)
+    return column > row[:, None]
+
+
+def _hidden_pairs(problem: Problem, rows: slice) -> Tensor | None:
+    """[*L, rows, n_k] or [rows, n_k]: which pairs a mask hides, but not because of their key."""
+    if problem.is_causal:
+        return _later_keys(problem, rows)
+    if problem.attn_mask is None:
+        return None
+    mask = problem.attn_mask[..., rows, :]
+    return ~mask if mask.dtype == torch.bool else mask == -math.inf
+
+
+def _hide(x: Tensor, hidden: Tensor | None) -> Tensor:
+    """Zeros at hidden pairs."""
+    return x if hidden is None else x.masked_fill(hidden, 0.0)
+
+
+def _product(weight: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
+    """weight @ x without hidden pairs, whose weight is 0."""
+    if hidden is None:
+        return weight @ x
+    finite = x.isfinite().all(-1)
+    odd = ~finite.reshape(finite.shape[:-1].numel(), finite.shape[-1]).all(0)
+    if not bool(odd.any()):
+        return weight @ x
+    total = weight @ x.masked_fill(odd[:, None], 0.0)
+    for j in odd.nonzero().flatten().tolist():
+        here = weight[..., j, None] * x[..., j, None, :]
+        total += here.masked_fill(hidden[..., j, None], 0.0)
+    return total
+
+
+def _transposed(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.transpose(-1, -2)
 
 
 def weights(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,6 +140,7 @@ class _Block(NamedTuple):
     probability: Tensor
     lse: Tensor
     factor: Tensor | float  # of dropout
+    hidden: Tensor | None  # pairs
 
 
 def _blocks(problem: Problem) -> Iterator[_Block]:
@@ -110,12 +152,14 @@ def _blocks(problem: Problem) -> Iterator[_Block]:
         rows = slice(start, min(start + step, n_q))
         probability, lse = weights(scores(problem, rows))
         factor = _dropout_factor(problem, rows)
-        yield _Block(rows, problem.query[..., rows, :], probability, lse, factor)
+        hidden = _hidden_pairs(problem, rows)
+        query = problem.query[..., rows, :]
+        yield _Block(rows, query, _hide(probability, hidden), lse, factor, hidden)
 
 
 def dense(problem: Problem) -> Saved:
     """All scores at once, differentiable by autograd in every argument, masks included."""
-    wide = problem.to(accumulate_dtype(problem.query.dtype))
+    wide = problem.to(accumulate_dtype(problem.query.dtype)).without_hidden_keys()
     probability, lse = weights(scores(wide))
     factor = _dropout_factor(wide, slice(0, wide.query.shape[-2]))
     return Saved(((probability * factor) @ wide.value).to(problem.query.dtype), lse)
@@ -123,11 +167,12 @@ def dense(problem: Problem) -> Saved:
 
 def forward(problem: Problem) -> Saved:
     query, value = problem.query, problem.value
-    wide = problem.to(accumulate_dtype(query.dtype))
+    wide = problem.to(accumulate_dtype(query.dtype)).without_hidden_keys()
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     lse = query.new_empty(query.shape[:-1], dtype=torch.float64)
     for block in _blocks(wide):
-        out[..., block.rows, :] = (block.probability * block.factor) @ wide.value
+        kept = block.probability * block.factor
+        out[..., block.rows, :] = _product(kept, wide.value, block.hidden)
         lse[..., block.rows] = block.lse
     return Saved(out, lse)
 
@@ -135,23 +180,45 @@ def forward(problem: Problem) -> Saved:
 def backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradients:
     """The weights are computed again, not read from `saved`."""
     query, key, value = problem.query, problem.key, problem.value
-    wide = problem.to(accumulate_dtype(query.dtype))
+    wide = problem.to(accumulate_dtype(query.dtype)).without_hidden_keys()
     k, v = wide.key, wide.value
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     grad_key = torch.zeros_like(k, memory_format=torch.contiguous_format)
     grad_value = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    for rows, q, probability, _, factor in _blocks(wide):
+    for rows, q, probability, _, factor, hidden in _blocks(wide):
         g = grads.out[..., rows, :].to(k.dtype)
-        grad_probability = (g @ v.transpose(-1, -2)) * factor
+        grad_probability = _hide((g @ v.transpose(-1, -2)) * factor, hidden)
         mean = (probability * grad_probability).sum(-1, keepdim=True)
         centred = grad_probability - mean
         if grads.lse is not None:
             centred = centred + grads.lse[..., rows, None].to(k.dtype)
-        grad_logits = probability * centred
-        grad_query[..., rows, :] = (grad_logits @ k) * problem.scale
-        grad_key += grad_logits.transpose(-1, -2) @ (q * problem.scale)
-        grad_value += (probability * factor).transpose(-1, -2) @ g
+        grad_logits = _hide(probability * centred, hidden)
+        if k.shape[-2] > 0:
+            grad_logits = _balanced(grad_logits, probability, grads.lse, rows)
+        kept, by_key = probability * factor, _transposed(hidden)
+        grad_query[..., rows, :] = _product(grad_logits, k, hidden) * problem.scale
+        grad_key += _product(grad_logits.transpose(-1, -2), q * problem.scale, by_key)
+        grad_value += _product(kept.transpose(-1, -2), g, by_key)
+    _, grad_key, grad_value, *_ = wide._replace(
+        key=grad_key, value=grad_value
+    ).without_hidden_keys()
     return Gradients(grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype))
+
+
+def _balanced(
+    grad_logits: Tensor, probability: Tensor, grad_lse: Tensor | None, rows: slice
+) -> Tensor:
+    """Let the key that has more than half of a row's weight get what the other keys leave.
+
+    The gradients of a row's logits add up to grad_lse. Where one key has nearly all the weight, its
+    own gradient is a difference of nearly equal numbers, and the others' are not.
+    """
+    weight, top = probability.max(-1, keepdim=True)
+    others = grad_logits.scatter(-1, top, 0.0)
+    left = -others.sum(-1, keepdim=True)
+    if grad_lse is not None:
+        left = left + grad_lse[..., rows, None].to(left.dtype)
+    return others.scatter(-1, top, torch.where(weight > 0.5, left, grad_logits.gather(-1, top)))
 
 
 def double_backward(
@@ -167,7 +234,7 @@ def double_backward(
     where A and B are the products of grad_out with the values and with their direction, after
     dropout. The function returns the derivatives of this sum.
     """
-    wide = problem.to(accumulate_dtype(problem.query.dtype))
+    wide = problem.to(accumulate_dtype(problem.query.dtype)).without_hidden_keys()
     work, scale = wide.query.dtype, problem.scale
     k, v = wide.key, wide.value
     to_query, to_key, to_value = (x.to(work) for x in directions)
@@ -177,27 +244,33 @@ def double_backward(
     of_grad_lse = None if grads.lse is None else grads.lse.new_empty(grads.lse.shape)
     of_query = problem.query.new_empty(problem.query.shape)
     of_key, of_value = k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for rows, q, probability, _, factor in _blocks(wide):
+    for rows, q, probability, _, factor, hidden in _blocks(wide):
+        by_key = _transposed(hidden)
         g, to_q = grads.out[..., rows, :].to(work), to_query[..., rows, :]
         slope = (to_q @ k.transpose(-1, -2) + q @ to_key.transpose(-1, -2)) * scale
+        slope = _hide(slope, hidden)
         lse_slope = (probability * slope).sum(-1, keepdim=True)
         slope = slope - lse_slope
-        by_value = (g @ v.transpose(-1, -2)) * factor  # A
+        by_value = _hide((g @ v.transpose(-1, -2)) * factor, hidden)  # A
         by_value = by_value - (probability * by_value).sum(-1, keepdim=True)
         if grads.lse is not None and of_grad_lse is not None:
             by_value = by_value + grads.lse[..., rows, None].to(work)
             of_grad_lse[..., rows] = lse_slope.squeeze(-1)
         # What a weight contributes; a part common to the whole row moves no weight.
-        worth = slope * by_value + (g @ to_value.transpose(-1, -2)) * factor
-        grad_logits = probability * (worth - (probability * worth).sum(-1, keepdim=True))
-        grad_slope = probability * by_value
+        worth = slope * by_value + _hide((g @ to_value.transpose(-1, -2)) * factor, hidden)
+        worth = worth - (probability * worth).sum(-1, keepdim=True)
+        grad_logits = _hide(probability * worth, hidden)
+        grad_slope = _hide(probability * by_value, hidden)
         kept = probability * factor
-        moved = kept * slope
-        of_grad_out[..., rows, :] = moved @ v + kept @ to_value
-        of_query[..., rows, :] = (grad_logits @ k + grad_slope @ to_key) * scale
-        of_key += grad_logits.transpose(-1, -2) @ (q * scale)
-        of_key += grad_slope.transpose(-1, -2) @ (to_q * scale)
-        of_value += moved.transpose(-1, -2) @ g
+        moved = _hide(kept * slope, hidden)
+        of_grad_out[..., rows, :] = _product(moved, v, hidden) + _product(kept, to_value, hidden)
+        of_query[..., rows, :] = (
+            _product(grad_logits, k, hidden) + _product(grad_slope, to_key, hidden)
+        ) * scale
+        of_key += _product(grad_logits.transpose(-1, -2), q * scale, by_key)
+        of_key += _product(grad_slope.transpose(-1, -2), to_q * scale, by_key)
+        of_value += _product(moved.transpose(-1, -2), g, by_key)
+    _, of_key, of_value, *_ = wide._replace(key=of_key, value=of_value).without_hidden_keys()
     dtype = problem.query.dtype
     gradients = Gradients(of_query, of_key.to(dtype), of_value.to(dtype))
     return OutputGradients(of_grad_out, of_grad_lse), gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import boltzattn
@@ -104,3 +105,19 @@ def test_as_the_cpu_backend(call: dict[str, Any]) -> None:
     tensors = (*_inputs(65, 65, 2, 5), torch.randn(2, 65, 5))
     ours, cpus = run(TRITON, *tensors, **call), run(Server("direct", "cpu"), *tensors, **call)
     assert_alike(ours, cpus, magnitudes(*tensors, **call))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_padding_may_hold_anything(kind: str) -> None:
+    query, key, value = (x.unsqueeze(1) for x in _inputs(70, 130, 2, 5))
+    grad_out = torch.randn(2, 1, 70, 5)
+    hidden = torch.arange(130) % 3 == 0
+    padding = hidden if kind == "bool" else torch.zeros(130).masked_fill(hidden, -math.inf)
+    results = []
+    for filling in (0.0, math.nan, math.inf):
+        filled = (x.masked_fill(hidden[:, None], filling) for x in (key, value))
+        call = {"key_padding_mask": padding.expand(2, 130)}
+        results.append(run(TRITON, query, *filled, grad_out, **call))
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+    assert not results[0].grad_key[..., hidden, :].any()
