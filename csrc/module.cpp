@@ -105,4 +105,21 @@ PYBIND11_MODULE(_C, m) {
       "t_min"_a, "t_max"_a, "s_min"_a, "s_max"_a, "keys"_a, "query_nodes"_a, "key_nodes"_a,
       "precision"_a,
       "Panels and node positions of a layout: what boltzattn.transform.layout computes, too.");
+
+  m.def(
+      "scan_layout",
+      [](const std::string& dtype, double t_most, double extent, int64_t keys) {
+        using namespace boltzattn;
+        const py::dict dtypes = for_dtypes([](DType one) { return int(one); });
+        const ScanLayout layout =
+            make_scan_layout(DType(py::cast<int>(dtypes[dtype.c_str()])), t_most, extent, keys);
+        py::list edges, nodes;
+        for (int k = 0; k <= layout.levels; ++k) edges.append(layout.edge[k]);
+        for (int p = 0; p < layout.panels(); ++p)
+          for (int i = 0; i < layout.nodes; ++i) nodes.append(scan_node(layout, p, i));
+        return py::dict("nodes"_a = layout.nodes, "levels"_a = layout.levels,
+                        "ratio"_a = layout.ratio, "edges"_a = edges, "positions"_a = nodes);
+      },
+      "dtype"_a, "t_most"_a, "extent"_a, "keys"_a,
+      "The layout of a scan: what boltzattn.transform.scan_layout computes, too.");
 }

@@ -15,6 +15,7 @@
 #include "spec/certificate.h"
 #include "spec/dropout.h"
 #include "spec/online_softmax.h"
+#include "spec/scan.h"
 
 namespace boltzattn {
 
@@ -34,7 +35,8 @@ struct Kernels {
   void (*transform_forward)(const Attention&);
   void (*transform_backward)(const AttentionGradient&);
   void (*transform_report)(const Attention&, TransformReport*);  // one per head
-  void (*causal_forward)(const Attention&);                      // rank 1, by direct and transform
+  void (*scan_forward)(const Attention&);                        // causal, rank 1
+  void (*scan_backward)(const AttentionGradient&);
   void (*varlen_forward)(const Attention&, const Sequence*, int64_t count);
   void (*varlen_backward)(const AttentionGradient&, const Sequence*, int64_t count);
   bool (*layer_forward)(const Attention&, const Layer&);  // false: not served, results void

@@ -23,7 +23,10 @@ namespace boltzattn::BOLTZATTN_ISA {
 #include "cpu/transform/adjoint.h"
 #include "cpu/transform/entry.h"
 #include "cpu/transform/stages.h"
-#include "cpu/causal.h"
+#include "cpu/scan/chunk.h"
+#include "cpu/scan/table.h"
+#include "cpu/scan/forward.h"
+#include "cpu/scan/backward.h"
 #include "cpu/varlen.h"
 
 // Kernels are templates of the arithmetic type: fp64 for fp64 tensors, else fp32.
@@ -56,7 +59,8 @@ static constexpr Kernels table(const char* name, bool (*supported)()) {
           BOLTZATTN_BY_DTYPE(transform_forward),
           BOLTZATTN_BY_DTYPE(transform_backward),
           BOLTZATTN_BY_DTYPE(transform_report),
-          BOLTZATTN_BY_DTYPE(causal_forward),
+          BOLTZATTN_BY_DTYPE(scan_forward),
+          BOLTZATTN_BY_DTYPE(scan_backward),
           BOLTZATTN_BY_DTYPE(varlen_forward),
           BOLTZATTN_BY_DTYPE(varlen_backward),
           BOLTZATTN_BY_DTYPE(layer_forward),

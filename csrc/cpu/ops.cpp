@@ -135,7 +135,7 @@ Tensor in_huge_pages(Tensor x) {
 }
 
 // Which problems an operator takes.
-enum class Takes { kAll, kTransform, kCausalTransform, kVarlen };
+enum class Takes { kAll, kTransform, kScan, kVarlen };
 
 // A problem, checked and described.
 struct Described {
@@ -147,7 +147,7 @@ struct Described {
     const Problem p{BOLTZATTN_PROBLEM_ARGUMENTS};
     describe(view, p, call);
     if (takes == Takes::kTransform) check_transform(p, false);
-    if (takes == Takes::kCausalTransform) check_transform(p, true);
+    if (takes == Takes::kScan) check_transform(p, true);
     STD_TORCH_CHECK(takes != Takes::kVarlen || (!attn_mask && !key_mask && dropout_p == 0),
                     "boltzattn: varlen takes no attn_mask, no key_mask and no dropout");
   }
@@ -445,7 +445,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
   m.def("cpu_transform_forward" BOLTZATTN_FORWARD);
   m.def("cpu_transform_backward" BOLTZATTN_BACKWARD);
   m.def("cpu_transform_report(" BOLTZATTN_PROBLEM ") -> Tensor");
-  m.def("cpu_causal_forward" BOLTZATTN_FORWARD);
+  m.def("cpu_scan_forward" BOLTZATTN_FORWARD);
+  m.def("cpu_scan_backward" BOLTZATTN_BACKWARD);
   m.def("cpu_varlen_forward(" BOLTZATTN_PROBLEM
         ", Tensor query_starts, Tensor key_starts, Tensor by_transform, Tensor(a!) out) -> Tensor");
   m.def("cpu_varlen_backward(" BOLTZATTN_SAVED BOLTZATTN_PROBLEM
@@ -475,8 +476,8 @@ STABLE_TORCH_LIBRARY_IMPL(boltzattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_transform_backward",
          TORCH_BOX((&backward<&Kernels::transform_backward, Takes::kTransform>)));
   m.impl("cpu_transform_report", TORCH_BOX(&transform_report));
-  m.impl("cpu_causal_forward",
-         TORCH_BOX((&forward<&Kernels::causal_forward, Takes::kCausalTransform>)));
+  m.impl("cpu_scan_forward", TORCH_BOX((&forward<&Kernels::scan_forward, Takes::kScan>)));
+  m.impl("cpu_scan_backward", TORCH_BOX((&backward<&Kernels::scan_backward, Takes::kScan>)));
   m.impl("cpu_varlen_forward", TORCH_BOX(&varlen_forward));
   m.impl("cpu_varlen_backward", TORCH_BOX(&varlen_backward));
   m.impl("cpu_project", TORCH_BOX(&project));

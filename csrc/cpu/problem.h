@@ -28,7 +28,6 @@ struct Attention {
   Matrix seed;       // [heads, 1, 1] int64
   Matrix out;        // written by forward, read by backward
   Matrix lse;        // [heads, n_q, 1], fp64, rows next to each other; none for a layer
-  bool merge;        // merge the results with out and lse (transform only)
 };
 
 inline double* lse_of(const Attention& call, int64_t h) {

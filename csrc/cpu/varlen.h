@@ -3,19 +3,26 @@
 //
 // Each sequence is a separate call on some rows, without padding or copies.
 
+// The call on the rows of one sequence.
 struct SequenceGradient {
-  Cuts cuts;
+  Buffer<int64_t> offsets;  // of heads
   AttentionGradient g;
 
   SequenceGradient(const AttentionGradient& whole, const Sequence& s)
-      : cuts{whole.call.heads, 1, 0, 0, Buffer<int64_t>(10 * whole.call.heads)}, g(whole) {
+      : offsets(10 * whole.call.heads), g(whole) {
     Attention& call = g.call;
     call.n_q = s.n_q;
     call.n_k = s.n_k;
+    int64_t* next = offsets.data;
+    auto start_at = [&](Matrix& m, int64_t row) {
+      if (!m) return;
+      for (int64_t h = 0; h < call.heads; ++h) next[h] = m.head[h] + row * m.row;
+      m.head = next;
+      next += call.heads;
+    };
     for (Matrix* m : {&call.query, &call.out, &call.lse, &g.grad_out, &g.grad_lse, &g.grad_query})
-      cuts.cut(*m, s.query, m->row);
-    for (Matrix* m : {&call.key, &call.value, &g.grad_key, &g.grad_value})
-      cuts.cut(*m, s.key, m->row);
+      start_at(*m, s.query);
+    for (Matrix* m : {&call.key, &call.value, &g.grad_key, &g.grad_value}) start_at(*m, s.key);
   }
 };
 
@@ -44,19 +51,22 @@ static void varlen_forward(const Attention& whole, const Sequence* sequences, in
     if (!s.by_transform)
       direct_forward<T>(one.g.call);
     else if (whole.is_causal)
-      causal_forward<T>(one.g.call);
+      scan_forward<T>(one.g.call);
     else
       transform_forward<T>(one.g.call);
   });
 }
 
-// Skips causal sequences that the transform serves: the caller computes their gradients.
 template <class T>
 static void varlen_backward(const AttentionGradient& whole, const Sequence* sequences,
                             int64_t count) {
   for_sequences(sequences, count, [&](const Sequence& s) {
-    if (s.by_transform && whole.call.is_causal) return;
     const SequenceGradient one(whole, s);
-    s.by_transform ? transform_backward<T>(one.g) : direct_backward<T>(one.g);
+    if (!s.by_transform)
+      direct_backward<T>(one.g);
+    else if (whole.call.is_causal)
+      scan_backward<T>(one.g);
+    else
+      transform_backward<T>(one.g);
   });
 }

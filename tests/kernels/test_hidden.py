@@ -122,9 +122,10 @@ def test_packed_causal_sequences_stay_clean() -> None:
     expected = boltzattn.attention_varlen(query, key, value, starts, starts, is_causal=True)
     key[500], value[600] = math.nan, math.inf
     out = boltzattn.attention_varlen(query, key, value, starts, starts, is_causal=True)
-    clean = torch.arange(1100)
-    clean = (clean < 500) | (clean >= 970)
-    assert torch.equal(out[clean], expected[clean])
+    for others in (slice(0, 70), slice(970, 1100)):
+        assert torch.equal(out[others], expected[others])
+    # The head is computed by another method, so results may differ by their rounding.
+    torch.testing.assert_close(out[70:500], expected[70:500], rtol=1e-5, atol=1e-5)
     assert out[500:970].isnan().all()
 
 

@@ -94,7 +94,7 @@ def test_what_the_transform_does_not_take(changes: dict[str, Any]) -> None:
         with pytest.raises(RuntimeError, match="the transform takes rank 1, no attn_mask"):
             operator(*problem(**changes))
     with pytest.raises(RuntimeError, match="is_causal=True"):
-        ops.cpu_causal_forward(*problem())
+        ops.cpu_scan_forward(*problem())
 
 
 def test_sequences() -> None:

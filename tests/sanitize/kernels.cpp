@@ -306,8 +306,9 @@ void run(const Case& c) {
       break;
   }
 
-  const bool halving = c.transform && bytes_of(c.dtype) > 2 && c.n_q > 0 && c.n_k > 0 && !below(3);
-  (halving       ? c.kernels->causal_forward
+  const bool scan = c.transform && !below(3);
+  if (scan) call.is_causal = true;
+  (scan          ? c.kernels->scan_forward
    : c.transform ? c.kernels->transform_forward
                  : c.kernels->direct_forward)(call);
   if (c.transform) {
@@ -326,7 +327,9 @@ void run(const Case& c) {
   gradient.grad_query = grad_query.matrix();
   gradient.grad_key = grad_key.matrix();
   gradient.grad_value = grad_value.matrix();
-  (c.transform ? c.kernels->transform_backward : c.kernels->direct_backward)(gradient);
+  (scan          ? c.kernels->scan_backward
+   : c.transform ? c.kernels->transform_backward
+                 : c.kernels->direct_backward)(gradient);
 
   if (c.spoiled || std::fabs(c.scale) > 100) return;  // gradients may overflow
   out.expect_finite(c.heads, c.n_q, c.dv);
@@ -432,16 +435,15 @@ void run_layer(const Kernels& kernels, int64_t n) {
 void run_varlen(const Kernels& kernels, bool is_causal) {
   threads = one_of<int64_t>({1, 3});
   const int64_t heads = one_of<int64_t>({1, 3}), dv = one_of<int64_t>({1, 8, 17, 64});
-  const bool halved = is_causal && below(2);  // such calls accumulate in out: no narrow dtypes
-  const DType dtype = kDTypes[below(halved ? 2 : 4)];
-  const int64_t rank = is_causal && !halved ? 3 : 1;
+  const DType dtype = kDTypes[below(4)];
+  const int64_t rank = below(3) ? 1 : 3;
   now_running = std::string(kernels.name) + (is_causal ? " varlen, causal" : " varlen");
   std::vector<Sequence> sequences;
   int64_t n_q = 0, n_k = 0;
   for (int64_t i = 0; i < 7; ++i) {
     const int64_t queries = one_of<int64_t>({0, 1, 65, 300, 1100});
     const int64_t keys = below(2) ? queries : one_of<int64_t>({0, 1, 65, 300, 1100});
-    sequences.push_back({n_q, queries, n_k, keys, rank == 1 && (halved || below(2))});
+    sequences.push_back({n_q, queries, n_k, keys, rank == 1 && below(2)});
     n_q += queries;
     n_k += keys;
   }
@@ -478,7 +480,6 @@ void run_varlen(const Kernels& kernels, bool is_causal) {
   gradient.grad_key = grad_key.matrix();
   gradient.grad_value = grad_value.matrix();
   kernels.varlen_backward(gradient, sequences.data(), int64_t(sequences.size()));
-  if (halved) return;  // the caller puts these gradients together
   grad_query.expect_finite(heads, n_q, rank);
   grad_key.expect_finite(heads, n_k, rank);
   grad_value.expect_finite(heads, n_k, dv);

@@ -21,6 +21,8 @@ template <class T>
 using Bits = typename VectorOf<T>::bits;
 template <class T>
 using Word = typename VectorOf<T>::word;  // bits that may overflow
+typedef float HalfVec
+    __attribute__((vector_size(BOLTZATTN_VECTOR_BYTES / 2)));  // as many as Vec<double>
 template <class T>
 constexpr int kLanes = BOLTZATTN_VECTOR_BYTES / int(sizeof(T));
 
@@ -47,6 +49,15 @@ BOLTZATTN_INLINE void store(T* p, const Vec<T> (&from)[N]) {
 #pragma GCC unroll 4
   for (int u = 0; u < N; ++u) store(p + u * kLanes<T>, from[u]);
 }
+// As many numbers as Vec<double> has, in fp64.
+BOLTZATTN_INLINE Vec<double> widened(const double* p) {
+  return load(p);
+}
+BOLTZATTN_INLINE Vec<double> widened(const float* p) {
+  HalfVec v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, Vec<double>);
+}
 // Stores an aligned vector past the caches. Call `stream_end` before another thread reads it.
 BOLTZATTN_INLINE void stream(float* p, Vec<float> v) {
 #if defined(__clang__)
@@ -68,6 +79,23 @@ BOLTZATTN_INLINE void stream_end() {
 #if defined(__x86_64__)
   __builtin_ia32_sfence();
 #endif
+}
+// One vector of two halves. (Through memory, a load would wait for two stores.)
+template <int... I>
+BOLTZATTN_INLINE Vec<float> joined(const HalfVec (&half)[2], std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(half[0], half[1], I...);
+}
+BOLTZATTN_INLINE Vec<float> joined(const HalfVec (&half)[2]) {
+  return joined(half, std::make_integer_sequence<int, kLanes<float>>{});
+}
+// Half 0 or 1 of a vector.
+template <int... I>
+BOLTZATTN_INLINE HalfVec half_of(Vec<float> x, int which, std::integer_sequence<int, I...>) {
+  return which == 0 ? __builtin_shufflevector(x, x, I...)
+                    : __builtin_shufflevector(x, x, (I + int(sizeof...(I)))...);
+}
+BOLTZATTN_INLINE HalfVec half_of(Vec<float> x, int which) {
+  return half_of(x, which, std::make_integer_sequence<int, kLanes<double>>{});
 }
 template <class T>
 BOLTZATTN_INLINE Vec<T> splat(T x) {
@@ -110,11 +138,8 @@ BOLTZATTN_INLINE T reduce_sum(Vec<T> v) {
 // 2^(mantissa bits) rounds x to k and leaves it in the low bits, from where it is shifted into the
 // exponent; 2^r on |r| <= 1/2 is its Chebyshev interpolant (relative error 2.6e-9 and 4.3e-18). The
 // lowest k gives the exponent of 0.
-BOLTZATTN_INLINE Vec<float> exp2_of(Vec<float> x) {
-  x = larger<float>(splat(-127.0f), x);
-  const float kShift = 12582912.0f;
-  const Vec<float> shifted = x + kShift;
-  const Vec<float> r = x - (shifted - kShift);
+// 2^(k + r) for |r| <= 1/2 and an integer k >= -127, which is in the low bits of `shifted`.
+BOLTZATTN_INLINE Vec<float> exp2_of_parts(Vec<float> shifted, Vec<float> r) {
   Vec<float> e = r * 1.5461444698569129e-4f + 1.3400428177615838e-3f;
   e = e * r + 9.6180566785246381e-3f;
   e = e * r + 5.5503272266703021e-2f;
@@ -123,6 +148,12 @@ BOLTZATTN_INLINE Vec<float> exp2_of(Vec<float> x) {
   e = e * r + 1.0f;
   const Vec<float> power = (Vec<float>)(((Word<float>)shifted << 23) + (127u << 23));
   return e * power;
+}
+BOLTZATTN_INLINE Vec<float> exp2_of(Vec<float> x) {
+  x = larger<float>(splat(-127.0f), x);
+  const float kShift = 12582912.0f;
+  const Vec<float> shifted = x + kShift;
+  return exp2_of_parts(shifted, x - (shifted - kShift));
 }
 BOLTZATTN_INLINE Vec<double> exp2_of(Vec<double> x) {
   x = larger<double>(splat(-1023.0), x);

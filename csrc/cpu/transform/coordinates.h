@@ -85,8 +85,8 @@ struct Lagrange {
     }
   }
 
-  // place[kTile] -> weight[nodes][kTile]
-  void weigh(const double* place, int64_t count, T* weight) const {
+  // place[count] -> weight[nodes][stride]
+  void weigh(const double* place, int64_t count, T* weight, int64_t stride = kTile) const {
     constexpr int L = kLanes<double>;
     typedef T Narrow __attribute__((vector_size(L * sizeof(T))));
     Vec<double> left[kMostNodes];
@@ -100,7 +100,7 @@ struct Lagrange {
       product = splat<double>(1);
       for (int a = nodes - 1; a >= 0; --a) {
         const Narrow w = __builtin_convertvector(left[a] * product, Narrow);
-        __builtin_memcpy(weight + a * kTile + i, &w, sizeof w);
+        __builtin_memcpy(weight + a * stride + i, &w, sizeof w);
         product *= x - node[a];
       }
     }

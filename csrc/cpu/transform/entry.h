@@ -89,36 +89,11 @@ static bool build(Head<T>& head, bool slopes) {
   return false;
 }
 
-// One head by `direct`, merged with out and lse.
-template <class T>
-static void merge_direct(const Attention& whole, int64_t h) {
-  const int64_t start = 0;
-  Buffer<T> out(whole.n_q * whole.dv);
-  Buffer<double> lse(whole.n_q);
-  Attention call = whole;
-  call.heads = 1;
-  for (Matrix* m : {&call.query, &call.key, &call.value, &call.key_mask}) m->head += h;
-  const DType dtype = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
-  call.out = {out.data, dtype, &start, whole.dv, 1};
-  call.lse = {lse.data, DType::kFloat64, &start, 1, 0};
-  direct_forward<T>(call);
-  for (int64_t i = 0; i < whole.n_q; ++i) {
-    const int32_t here = 0;
-    Shares<T> shares(1);
-    shares.join(0, lse_of(whole, h) + i, lse.data[i]);
-    for_blocks(whole.dv, [&](int64_t c, int64_t width) {
-      scatter(out.data + i * whole.dv + c, kColumns, Tile{i, &here, 1}, c, width, shares, whole.out,
-              h, Write::kBlend);
-    });
-  }
-}
-
 template <class T>
 static void transform_forward(const Attention& call) {
   for_heads(call.heads, [&](int64_t h) {
     Head<T> head(call, h);
-    if (build(head, false)) return evaluate(head);
-    call.merge ? merge_direct<T>(call, h) : direct_forward_heads<T>(call, h, h + 1);
+    build(head, false) ? evaluate(head) : direct_forward_heads<T>(call, h, h + 1);
   });
 }
 

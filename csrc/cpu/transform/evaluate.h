@@ -51,19 +51,16 @@ static void zero_rows(const Matrix& m, int64_t h, int64_t rows, int64_t count) {
   fill_rows(m, h, rows, count, zero.data);
 }
 
-// Writes lse, or merges it with the previous lse and computes the share of each in the outputs.
 template <class T>
 static void write_lse(const Head<T>& head, int panel, const Tile& tile, const T* weight,
-                      const T* log_z, const double* t, Shares<T>& shares) {
+                      const T* log_z, const double* t) {
   alignas(64) T blended[kTile];
   blend(head.layout.query.nodes, tile.tokens, weight, log_z, blended);
   const double reference = reference_key(head.layout, panel);
   double* lse = lse_of(head.call, head.h) + tile.first;
   for (int64_t i = 0; i < tile.tokens; ++i) {
-    double& at = lse[tile.order[i]];
-    const double found = t[tile.order[i]] * reference + double(blended[i]);
-    if (head.call.merge) shares.join(i, &at, found);
-    at = head.call.merge ? at : found;
+    const int32_t token = tile.order[i];
+    lse[token] = t[token] * reference + double(blended[i]);
   }
 }
 
@@ -71,7 +68,6 @@ static void write_lse(const Head<T>& head, int panel, const Tile& tile, const T*
 template <class T>
 static void write_empty(const Head<T>& head) {
   const Attention& call = head.call;
-  if (call.merge) return;
   Buffer<T> bias(head.dv);
   set_zero(bias.data, head.dv);
   if (head.layer && head.layer->out_bias)
@@ -90,28 +86,26 @@ static void evaluate(Head<T>& head) {
   if (head.layer && head.first_of_group()) add_to_centres(head, head.layer->out_bias);
   const Table<T> table(head.node_out.data, head.row_size, head.query_nodes(), dv,
                        [&](int64_t r) { return head.centre_of(head.end_of_query_panel(r / p)); });
-  const Write write = call.merge || !head.first_of_group()
-                          ? Write::kBlend
-                          : choose_write<T>(call.out, h, call.n_q, dv);
+  const Write write =
+      head.first_of_group() ? choose_write<T>(call.out, h, call.n_q, dv) : Write::kAdd;
   const Lagrange<T> basis(p);
   const int64_t chunk = chunk_of(call.n_q);
   parallel(ceil_div(call.n_q, chunk), [&](int64_t task) {
     const int64_t first = task * chunk, count = least(chunk, call.n_q - first);
     Pass<T> pass(head.layout.query);
-    for_tiles(
-        head, pass, false, first, count, basis, [&](int panel, const Tile& tile, const T* weight) {
-          const T* rows = table.wide.data + int64_t(panel) * p * table.size;
-          Shares<T> shares(tile.tokens);
-          if (call.lse)
-            write_lse(head, panel, tile, weight, table.last.data + panel * p, pass.at.t, shares);
-          for_blocks(dv, [&](int64_t begin, int64_t width) {
-            write_rows(call.out, h, tile, begin, width, shares, write, pass.block,
-                       [&](auto finish) BOLTZATTN_INLINED {
-                         spread_table(p, tile.tokens, width, weight, rows + begin, table.size,
-                                      finish);
-                       });
-          });
-        });
+    for_tiles(head, pass, false, first, count, basis,
+              [&](int panel, const Tile& tile, const T* weight) {
+                const T* rows = table.wide.data + int64_t(panel) * p * table.size;
+                if (call.lse)
+                  write_lse(head, panel, tile, weight, table.last.data + panel * p, pass.at.t);
+                for_blocks(dv, [&](int64_t begin, int64_t width) {
+                  write_rows(call.out, h, tile, begin, width, write, pass.block,
+                             [&](auto finish) BOLTZATTN_INLINED {
+                               spread_table(p, tile.tokens, width, weight, rows + begin, table.size,
+                                            finish);
+                             });
+                });
+              });
     if (write == Write::kStream) stream_end();
   });
 }
@@ -141,9 +135,8 @@ static void evaluate_keys(const Head<T>& head, const AttentionGradient& g,
   const int64_t h = head.h, columns = head.columns;
   const Table<T> values(value_table, size, head.key_nodes(), columns);
   const Table<T> slopes(slope_table, size, head.key_nodes(), columns);
-  const Shares<T> shares(kTile);
   const Write write =
-      !head.first_of_group() ? Write::kBlend : choose_write<T>(g.grad_value, h, call.n_k, columns);
+      head.first_of_group() ? choose_write<T>(g.grad_value, h, call.n_k, columns) : Write::kAdd;
   const Lagrange<T> basis(q);
   const int64_t chunk = chunk_of(call.n_k);
   parallel(ceil_div(call.n_k, chunk), [&](int64_t task) {
@@ -158,7 +151,7 @@ static void evaluate_keys(const Head<T>& head, const AttentionGradient& g,
                   const Rows<T> rows = read_rows(call.value, h, tile, begin, width, pass.block);
                   dot_with_table(q, tile.tokens, width, weight, slopes.wide.data + table + begin,
                                  slopes.size, rows, head.raw_centre_of(panel) + begin, ds);
-                  write_rows(g.grad_value, h, tile, begin, width, shares, write, pass.block,
+                  write_rows(g.grad_value, h, tile, begin, width, write, pass.block,
                              [&](auto finish) BOLTZATTN_INLINED {
                                spread_table(q, tile.tokens, width, weight,
                                             values.wide.data + table + begin, values.size, finish);

@@ -75,30 +75,8 @@ static Rows<T> read_rows(const Matrix& m, int64_t h, const Tile& tile, int64_t b
 }
 
 // How rows are written: stored, stored past the caches (for outputs larger than the caches), or
-// blended with the previous rows.
-enum class Write { kStore, kStream, kBlend };
-
-// The factors of a tile's old and new rows when they are blended; initially 1 and 1.
-template <class T>
-struct Shares {
-  T kept[kTile], added[kTile];
-
-  explicit Shares(int64_t tokens) {
-    for (int64_t i = 0; i < tokens; ++i) kept[i] = added[i] = 1;
-  }
-  // Merges attention over more keys: *lse is that of the previous keys, `other` of the new ones.
-  void join(int64_t i, double* lse, double other) {
-    if (other == -INFINITY) {
-      added[i] = 0;
-      return;
-    }
-    const double top = *lse > other ? *lse : other;
-    const double sum = ::exp(*lse - top) + ::exp(other - top);
-    kept[i] = T(::exp(*lse - top) / sum);
-    added[i] = T(::exp(other - top) / sum);
-    *lse = top + ::log(sum);
-  }
-};
+// added to the previous rows.
+enum class Write { kStore, kStream, kAdd };
 
 // Streaming needs whole cache lines and is faster for outputs larger than the caches.
 constexpr int64_t kStreamBytes = 1 << 20;
@@ -115,17 +93,16 @@ static Write choose_write(const Matrix& m, int64_t h, int64_t rows, int64_t colu
 // Writes the rows of a block to the tile's rows, converted.
 template <class T>
 static void scatter(const T* block, int64_t row, const Tile& tile, int64_t begin, int64_t columns,
-                    const Shares<T>& shares, const Matrix& m, int64_t h, Write write) {
+                    const Matrix& m, int64_t h, Write write) {
   with_type(m, h, tile.first, begin, [&](auto* base) {
     // Results are fp64 if and only if the tensors are.
     if constexpr ((sizeof(*base) == 8) == (sizeof(T) == 8)) {
       const T* from = block;
       for (int64_t i = 0; i < tile.tokens; ++i, from += row) {
         auto* to = base + tile.order[i] * m.row;
-        if (write == Write::kBlend) {
+        if (write == Write::kAdd) {
           for (int64_t c = 0; c < columns; ++c)
-            narrow(shares.added[i] * from[c] + shares.kept[i] * widen<T>(to[c * m.column]),
-                   to + c * m.column);
+            narrow(from[c] + widen<T>(to[c * m.column]), to + c * m.column);
         } else if (m.column == 1) {
           for (int64_t c = 0; c < columns; ++c) narrow(from[c], to + c);
         } else {
@@ -140,8 +117,7 @@ static void scatter(const T* block, int64_t row, const Tile& tile, int64_t begin
 // and writes columns begin .. begin + columns of the tile's rows.
 template <class T, class Compute>
 BOLTZATTN_INLINE void write_rows(const Matrix& m, int64_t h, const Tile& tile, int64_t begin,
-                                 int64_t columns, const Shares<T>& shares, Write write, T* block,
-                                 Compute compute) {
+                                 int64_t columns, Write write, T* block, Compute compute) {
   constexpr int L = kLanes<T>;
   if (in_vectors<T>(m, columns)) {
     const Rows<T> rows = rows_in_place<T>(m, h, tile, begin);
@@ -152,11 +128,11 @@ BOLTZATTN_INLINE void write_rows(const Matrix& m, int64_t h, const Tile& tile, i
       });
       return;
     }
-    compute([=, &shares](int v, int i, auto& sum) BOLTZATTN_INLINED {
+    compute([=](int v, int i, auto& sum) BOLTZATTN_INLINED {
       T* to = rows[i] + v * L;
       __builtin_prefetch(rows[i + kTile] + v * L, 1, 3);
       for (auto& x : sum) {
-        store(to, write == Write::kStore ? x : shares.added[i] * x + shares.kept[i] * load(to));
+        store(to, write == Write::kStore ? x : x + load(to));
         to += L;
       }
     });
@@ -165,7 +141,7 @@ BOLTZATTN_INLINE void write_rows(const Matrix& m, int64_t h, const Tile& tile, i
   const int64_t padded = round_up(columns, L);
   compute([=](int v, int i, auto& sum)
               BOLTZATTN_INLINED { store(block + i * padded + v * L, sum); });
-  scatter(block, padded, tile, begin, columns, shares, m, h, write);
+  scatter(block, padded, tile, begin, columns, m, h, write);
 }
 
 BOLTZATTN_INLINE void add_wide(double* to, Vec<double> x) {

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from boltzattn.compose import causal
 from boltzattn.dispatch import native
 from boltzattn.dispatch.extension import cpu_unavailable, cuda_unavailable
 from boltzattn.dispatch.torch_modes import full_precision
 from boltzattn.problem import DTYPES, Kernels, LayerKernels, Problem
 from boltzattn.reference import direct as reference_direct
+from boltzattn.reference import scan as reference_scan
 from boltzattn.reference import stages as reference_stages
 from boltzattn.reference import transform as reference_transform
 from boltzattn.transform.stages import Stages
@@ -99,7 +99,7 @@ OPERATIONS = {
     "direct": Operation("attention over all pairs, any rank"),
     "dense": Operation("the gradient of a mask (detach() it, or take backend 'reference')"),
     "transform": Operation("rank-1 attention in linear time", _transform_why_not),
-    "causal": Operation("the transform with `is_causal`", _transform_why_not),
+    "scan": Operation("the transform with `is_causal`, in one pass", _transform_why_not),
     "varlen": Operation("all sequences of `attention_varlen` in one kernel"),
     "layer": Operation("`self_attention` projected at the nodes", _transform_why_not),
     "project": Operation("rank-1 queries and keys of a layer in one pass"),
@@ -111,7 +111,7 @@ def operation_of(method: str, request: Request) -> str:
     """The operation by which a method serves attention."""
     if method == "direct":
         return "dense" if request.mask_gradient else "direct"
-    return "causal" if request.is_causal else method
+    return "scan" if request.is_causal else method
 
 
 # ---- backends ----
@@ -148,12 +148,6 @@ def _by_torch(*functions: Callable) -> list[Callable]:
     return [in_full_precision(function) for function in functions]
 
 
-def _composed_causal(operations: dict[str, Implementation]) -> Implementation:
-    """Causal attention from a backend's own direct and transform kernels."""
-    direct, transform = operations["direct"], operations["transform"]
-    return transform._replace(load=lambda: causal.kernels(direct.load(), transform.load()))
-
-
 def _triton_unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
@@ -178,10 +172,6 @@ class Backend:
     operations: dict[str, Implementation] = field(repr=False)
     only_by_name: Callable[[], tuple[str, ...]] = tuple  # devices that `auto` does not take it for
     remedy: str = ""  # for tensors on another device
-
-    def __post_init__(self) -> None:
-        if "causal" not in self.operations:
-            self.operations["causal"] = _composed_causal(self.operations)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -227,7 +217,7 @@ BACKENDS: dict[str, Backend] = {
             {
                 "direct": Implementation(lambda: native.attention("cpu", "direct")),
                 "transform": Implementation(lambda: native.attention("cpu", "transform")),
-                "causal": Implementation(native.cpu_causal),
+                "scan": Implementation(lambda: native.attention("cpu", "scan")),
                 "varlen": Implementation(native.cpu_varlen),
                 "layer": Implementation(native.cpu_layer),
                 "project": Implementation(lambda: torch.ops.boltzattn.cpu_project),
@@ -278,6 +268,9 @@ BACKENDS: dict[str, Backend] = {
                     lambda: Kernels(
                         *_by_torch(reference_transform.forward, reference_transform.backward)
                     )
+                ),
+                "scan": Implementation(
+                    lambda: Kernels(*_by_torch(reference_scan.forward, reference_scan.backward))
                 ),
                 "stages": Implementation(lambda: Stages(1, *reference_stages.STAGES)),
             },

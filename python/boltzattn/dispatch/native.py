@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boltzattn.compose import causal
 from boltzattn.problem import (
     Gradients,
     Kernels,
@@ -38,7 +37,8 @@ OPERATORS = {
         "cpu_transform_forward": _FORWARD,
         "cpu_transform_backward": _BACKWARD,
         "cpu_transform_report": _FORWARD,
-        "cpu_causal_forward": _FORWARD,
+        "cpu_scan_forward": _FORWARD,
+        "cpu_scan_backward": _BACKWARD,
         "cpu_varlen_forward": f"{_FORWARD}, {_VARLEN}",
         "cpu_varlen_backward": f"{_BACKWARD}, {_VARLEN}",
         "cpu_project": _PROJECT,
@@ -85,17 +85,6 @@ def cuda_direct() -> Kernels:
         return Gradients(*found.inputs)
 
     return Kernels(lambda problem: forward(problem.without_hidden_keys()), clean_backward)
-
-
-def cpu_causal() -> Kernels:
-    """Forward is one operator; backward is composed."""
-    run = torch.ops.boltzattn.cpu_causal_forward.default
-
-    def forward(problem: Problem) -> Saved:
-        return causal.in_accumulate_dtype(lambda wide: Saved._make(run(*wide)), problem)
-
-    composed = causal.kernels(attention("cpu", "direct"), attention("cpu", "transform"))
-    return Kernels(forward, composed.backward)
 
 
 def cpu_varlen() -> tuple[Callable, Callable]:

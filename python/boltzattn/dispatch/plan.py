@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from boltzattn.compose import causal
 from boltzattn.dispatch import backends
 from boltzattn.dispatch.backends import BACKENDS, METHODS, Request, operation_of
 from boltzattn.problem import Choice, unflatten
@@ -32,6 +31,8 @@ class Costs(NamedTuple):
     transform_head_column: float
     transform_token: float  # a query or a key
     transform_token_column: float
+    scan_token: float  # a query and a key
+    scan_token_column: float
     product: float  # a multiply-add of torch's matrix products
     core_product: float  # a multiply-add of the core, in fp64
 
@@ -45,6 +46,8 @@ CPU = Costs(
     transform_head_column=330.0,
     transform_token=16.0,
     transform_token_column=0.32,
+    scan_token=110.0,
+    scan_token_column=3.2,
     product=0.031,
     core_product=0.06,
 )
@@ -60,12 +63,15 @@ GPU = Costs(
     transform_head_column=3.0,
     transform_token=0.03,
     transform_token_column=1e-3,
+    scan_token=math.inf,  # no kernel yet
+    scan_token_column=math.inf,
     product=1.3e-5,
     core_product=1e-4,
 )
 # A head of the reference's transform is some hundred calls of torch; against the reference's own
 # direct method it breaks even at about 1,800 tokens.
 REFERENCE_TRANSFORM_HEAD = 3e6
+SCAN_HEAD = 2e4
 CORE_NODES = 150  # on the key axis, at ordinary temperatures
 
 
@@ -83,19 +89,15 @@ def direct_cost(request: Request) -> float:
 
 
 def transform_cost(request: Request, head: float | None = None) -> float:
-    """Nanoseconds of the transform, forward; causal calls take one transform per level."""
+    """Nanoseconds of the transform, forward; of a scan if the call is causal."""
     cost = costs(request.device)
+    if request.is_causal:
+        token = cost.scan_token + cost.scan_token_column * request.dv
+        return request.heads * ((head or SCAN_HEAD) + token * request.n_q)
     head = (cost.transform_head if head is None else head) + cost.transform_head_column * request.dv
     token = cost.transform_token + cost.transform_token_column * request.dv
-    if not request.is_causal:
-        tokens = request.n_q + request.n_k
-        return cost.transform_call + request.heads * (head + token * tokens)
-    n = min(request.n_q, request.n_k)
-    leaf = request._replace(n_q=n, n_k=min(n, causal.LEAF))
-    levels = max(0, math.ceil(math.log2(max(1, n / causal.LEAF))))
-    problems = max(1, n / causal.LEAF)  # pairs over all levels
-    calls = cost.transform_call * levels
-    return direct_cost(leaf) + calls + request.heads * (head * problems + token * n * levels)
+    tokens = request.n_q + request.n_k
+    return cost.transform_call + request.heads * (head + token * tokens)
 
 
 @lru_cache(maxsize=1024)

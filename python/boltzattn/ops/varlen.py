@@ -26,7 +26,6 @@ from boltzattn.problem import (
     Problem,
     Saved,
     Starts,
-    accumulate_dtype,
     unflatten,
 )
 
@@ -71,8 +70,6 @@ class Sequences:
         self.together = (
             self.backend is not None and "varlen" in backends.BACKENDS[self.backend].operations
         )
-        # Causal transforms (see `causal`) accumulate in out, and are differentiated one by one.
-        self.halved = [problem.is_causal and by_transform for by_transform in self.by_transform]
         self.tables = (
             *(torch.tensor(x, dtype=torch.int64, device="cpu") for x in bounds),
             torch.tensor(self.by_transform, dtype=torch.bool, device="cpu"),
@@ -104,15 +101,12 @@ def _new_gradients(problem: Problem) -> Gradients:
 
 def _forward(problem: Problem, starts: Starts, choice: Choice) -> Saved:
     sequences = Sequences(problem, starts, choice)
-    dtype = problem.query.dtype
-    if sequences.together and any(sequences.halved):
-        problem = problem.to(accumulate_dtype(dtype))
     out = _rows_first(problem.query, problem.value.shape[-1])
     with without_autocast(out.device.type):
         if sequences.together:
             forward, _ = backends.kernels(sequences.backend, "varlen")
             lse = forward(*problem, *sequences.tables, out)
-            return Saved(out.to(dtype), lse)
+            return Saved(out, lse)
         lse = out.new_empty(out.shape[:-1], dtype=torch.float64)
         for taken, (q, k) in zip(sequences.plans, sequences.rows, strict=True):
             out[..., q, :], lse[..., q] = taken.kernels.forward(problem.rows(q, k))
@@ -129,11 +123,8 @@ def _backward(
         if sequences.together:
             _, backward = backends.kernels(sequences.backend, "varlen")
             backward(*grads, *results, *problem, *sequences.tables, *found)
-        for taken, halved, (q, k) in zip(
-            sequences.plans, sequences.halved, sequences.rows, strict=True
-        ):
-            if sequences.together and not halved:
-                continue
+            return found
+        for taken, (q, k) in zip(sequences.plans, sequences.rows, strict=True):
             parts = taken.kernels.backward(grads.rows(q), results.rows(q), problem.rows(q, k))
             for total, part, rows in zip(found, parts, (q, k, k), strict=True):
                 total[..., rows, :] = part

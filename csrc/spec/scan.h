@@ -1,0 +1,129 @@
+// The layout of a scan: panels and nodes on the query axis alone. docs/transform.md derives it.
+// Host and device; no torch. python/boltzattn/transform/scan_layout.py is the same mathematics in
+// Python, and a test compares the two.
+//
+// A causal row sees the keys before it, so keys cannot be gathered on nodes that are chosen once
+// and for all. Queries can: exp(t s) = sum_a l_a(t) exp(t_a s) for nodes t_a on the panel of t, so
+// all that later rows need to know of earlier keys is the table sum_j exp(t_a s_j) (v_j, 1).
+//
+// Panels: one of half width `inner` around t = 0, where keys are measured from their middle, and on
+// either side `levels` panels [a, ratio a], where they are measured from the end of most weight.
+//   outer panels: exp(-t d) with d >= 0 is at most 1 on the ellipse around [a, ratio a] that
+//   touches
+//     0, so p nodes err by at most 4 rho^-p / (rho - 1) a key, for every d;
+//     rho + 1 / rho = 2 (ratio + 1) / (ratio - 1).
+//   central panel: weights differ by factors of at most exp(2 kappa), kappa = inner R / 2, so the
+//     error relative to a weight is at most 4 rho^-p / (rho - 1) exp(kappa (rho + 1 / rho) / 2 +
+//     kappa) for every rho.
+// The outermost panels end at the largest |t|. More levels split the central panel and leave the
+// others as they are.
+#pragma once
+
+#include "spec/layout.h"
+
+namespace boltzattn {
+
+constexpr int kMostLevels = 64;
+
+struct ScanLayout {
+  int nodes;   // of a panel
+  int levels;  // panels on either side of the central one
+  double ratio;
+  double edge[kMostLevels + 1];  // [levels + 1]: `inner`, then the outer ends of the panels
+  BOLTZATTN_HD int panels() const { return 2 * levels + 1; }
+  BOLTZATTN_HD int features() const { return panels() * nodes; }
+};
+
+// Panel 0 is the central one; 1 to levels are those of t > 0, outwards, then those of t < 0.
+enum class End { kMiddle, kHigh, kLow };  // where keys are measured from
+BOLTZATTN_HD End end_of(const ScanLayout& layout, int panel) {
+  return panel == 0 ? End::kMiddle : panel <= layout.levels ? End::kHigh : End::kLow;
+}
+BOLTZATTN_HD int level_of(const ScanLayout& layout, int panel) {
+  return panel <= layout.levels ? panel : panel - layout.levels;
+}
+
+constexpr double kWidestRatio = 2.5;  // rounding errors of the nodes grow with it
+constexpr int kScanNodeChoices = (kMostNodes - kLeastNodes) / kNodeStep + 1;
+
+// The error of interpolation that a scan may have, relative to the largest value.
+BOLTZATTN_HD double scan_precision(DType dtype) {
+  return by_dtype(dtype, 1e-15, 1e-7, 1e-4, 1e-5);
+}
+
+// The error of one key on an outer panel.
+BOLTZATTN_HD double scan_error(int nodes, double ratio) {
+  const double x = (ratio + 1) / (ratio - 1), rho = x + ::sqrt(x * x - 1);
+  return 4 / (rho - 1) * ::pow(rho, -double(nodes));
+}
+// The largest ratio for which `keys` such errors add up to the precision at most.
+BOLTZATTN_HD double scan_ratio(DType dtype, int nodes, double keys) {
+  const double wanted = 4 * keys / scan_precision(dtype);
+  // wanted = (rho - 1) rho^nodes, from above
+  double rho = ::fmax(2.0, ::pow(wanted, 1.0 / nodes));
+  for (int i = 0; i < 2; ++i) rho = ::fmax(2.0, ::pow(wanted / (rho - 1), 1.0 / nodes));
+  const double x = (rho + 1 / rho) / 2;
+  return ::fmin(kWidestRatio, (x + 1) / (x - 1));
+}
+
+// The largest kappa for which the central panel reaches the precision, by number of nodes; at most
+// 3.6, because rounding errors of the nodes grow like exp(2 kappa).
+BOLTZATTN_HD double scan_kappa(DType dtype, int nodes) {
+  constexpr double kMost = 3.6;
+  constexpr double kappa[4][kScanNodeChoices] = {
+      {0.0100, 0.3109, 1.3690, 2.4670, kMost, kMost, kMost},
+      {0.8553, 2.0917, 3.5609, kMost, kMost, kMost, kMost},
+      {1.6639, 3.2217, kMost, kMost, kMost, kMost, kMost},
+      {1.3424, 2.8021, kMost, kMost, kMost, kMost, kMost}};
+  return kappa[int(dtype)][(nodes - kLeastNodes) / kNodeStep];
+}
+
+// The layout with fewest features for queries |t| <= t_most and this many keys, which lie `extent`
+// apart at most.
+BOLTZATTN_HD ScanLayout make_scan_layout(DType dtype, double t_most, double extent, int64_t keys) {
+  ScanLayout best{};
+  for (int nodes = kLeastNodes; nodes <= kMostNodes; nodes += kNodeStep) {
+    const double ratio = scan_ratio(dtype, nodes, double(keys));
+    const double reach = t_most * extent / 2 / scan_kappa(dtype, nodes);
+    const double levels = reach > 1 ? ::ceil(::log(reach) / ::log(ratio)) : 0;
+    if (levels > kMostLevels || (best.nodes > 0 && nodes * (2 * levels + 1) >= best.features()))
+      continue;
+    best.nodes = nodes;
+    best.levels = int(levels);
+    best.ratio = ratio;
+  }
+  for (int k = 0; k <= best.levels; ++k)
+    best.edge[k] = t_most * ::pow(best.ratio, double(k - best.levels));
+  return best;
+}
+
+// The bound of the error of out, relative to the largest value.
+BOLTZATTN_HD double scan_certificate(DType dtype, const ScanLayout& layout, int64_t keys) {
+  const double outer =
+      layout.levels == 0 ? 0 : double(keys) * scan_error(layout.nodes, layout.ratio);
+  return 2 * ::fmax(outer, scan_precision(dtype)) + rounding_of(dtype, 0);
+}
+
+// Node i of a panel: t_a.
+BOLTZATTN_HD double scan_node(const ScanLayout& layout, int panel, int i) {
+  const double x = chebyshev_node(layout.nodes, i);
+  if (panel == 0) return layout.edge[0] * x;
+  const double* edge = layout.edge + level_of(layout, panel);
+  const double t = 0.5 * (edge[0] + edge[-1]) + 0.5 * (edge[0] - edge[-1]) * x;
+  return end_of(layout, panel) == End::kHigh ? t : -t;
+}
+
+// The panel of t.
+BOLTZATTN_HD int32_t scan_panel(const ScanLayout& layout, double t) {
+  int32_t level = 0;
+  for (int k = 0; k < layout.levels; ++k) level += ::fabs(t) > layout.edge[k];
+  return level == 0 || t > 0 ? level : layout.levels + level;
+}
+// The place of t on its panel in [-1, 1]; on panels of t < 0 that of -t.
+BOLTZATTN_HD double scan_place(const ScanLayout& layout, int panel, double t) {
+  if (panel == 0) return layout.edge[0] > 0 ? t / layout.edge[0] : 0;
+  const double* edge = layout.edge + level_of(layout, panel);
+  return (2 * ::fabs(t) - (edge[0] + edge[-1])) / (edge[0] - edge[-1]);
+}
+
+}  // namespace boltzattn

@@ -1,0 +1,236 @@
+"""Causal attention of rank 1 in one pass, in plain torch and fp64, head by head.
+
+On a panel of the query axis exp(t s) = sum_a l_a(t) exp(t_a s), so all that later rows need to know
+of earlier keys is the table sum_j exp(t_a (s_j - end)) (v_j, 1) at the nodes t_a. docs/transform.md
+derives it. Rows of a chunk see the keys of their own chunk pair by pair, and earlier ones by the
+table. Weights of a row are measured from its top key, so both parts add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from boltzattn.problem import Gradients, OutputGradients, Problem, Saved
+from boltzattn.reference import direct
+from boltzattn.transform.layout import lagrange_weights
+from boltzattn.transform.scan_layout import make_scan_layout
+
+CHUNK = 128  # tokens
+
+
+class _Chunk(NamedTuple):
+    rows: slice
+    keys: slice  # among those that are not masked
+    before: tuple[float, float] | None  # largest and smallest key before the chunk
+    after: tuple[float, float] | None
+
+
+class _Head:
+    """A head: queries t, keys s that are not masked at positions `at`, and the nodes."""
+
+    def __init__(self, problem: Problem) -> None:
+        """`served` is False if the head is not for a scan; nothing else is set then."""
+        n_q, n_k = problem.query.shape[0], problem.key.shape[0]
+        kept = torch.ones(n_k, dtype=torch.bool, device=problem.key.device)
+        mask = problem.key_mask
+        if mask is not None and mask.dtype == torch.bool:
+            kept = ~mask
+        elif mask is not None:
+            kept = mask == 0
+        kept = kept & (torch.arange(n_k, device=kept.device) < n_q)
+        self.at = kept.nonzero().squeeze(1)
+        self.t = problem.query[:, 0].double() * problem.scale
+        self.s = problem.key[self.at, 0].double()
+        self.v = problem.value[self.at].double()
+        bias = mask is not None and mask.dtype != torch.bool
+        plain = not bias or bool(((mask == 0) | (mask == -math.inf)).all())
+        finite = all(bool(x.isfinite().all()) for x in (self.t, self.s, self.v))
+        self.served = plain and finite
+        if not self.served:
+            return
+        extent = float(self.s.max() - self.s.min()) if len(self.s) else 0.0
+        t_most = float(self.t.abs().max()) if n_q else 0.0
+        layout = make_scan_layout(torch.float64, t_most, extent, len(self.s))
+        self.served = layout is not None
+        if layout is None:
+            return
+        self.layout = layout
+        device = self.t.device
+        self.node = layout.nodes_of_panels(device)
+        self.panel, place = layout.locate(self.t)
+        self.basis = lagrange_weights(layout.nodes, place)
+        row = torch.arange(n_q, device=device)
+        self.seen = torch.searchsorted(self.at, row, right=True)
+        self.alive = self.seen > 0
+        self.top = torch.zeros_like(self.t)
+        if len(self.s):
+            last = (self.seen - 1).clamp(min=0)
+            high, low = self.s.cummax(0).values[last], self.s.cummin(0).values[last]
+            self.top = torch.where(self.t >= 0, high, low).where(self.alive, 0.0)
+
+    def chunks(self) -> Iterator[_Chunk]:
+        n = len(self.t)
+        starts = torch.tensor([*range(0, n, CHUNK), n], device=self.at.device)
+        bounds = torch.searchsorted(self.at, starts).tolist()
+        before = None
+        for i, first in enumerate(range(0, n, CHUNK)):
+            keys = slice(bounds[i], bounds[i + 1])
+            after = before
+            if keys.stop > keys.start:
+                high, low = float(self.s[keys].max()), float(self.s[keys].min())
+                after = (
+                    (high, low) if before is None else (max(high, before[0]), min(low, before[1]))
+                )
+            yield _Chunk(slice(first, min(n, first + CHUNK)), keys, before, after)
+            before = after
+
+    def end(self, panel: Tensor, ends: tuple[float, float]) -> Tensor:
+        """Where keys are measured from on a panel."""
+        high, low = ends
+        outer = torch.where(self.layout.measured_from_high(panel), high, low)
+        return torch.where(panel == 0, 0.5 * high + 0.5 * low, outer.double())
+
+    def ends_of_nodes(self, ends: tuple[float, float]) -> Tensor:
+        panels = torch.arange(self.layout.panels, device=self.t.device)
+        return self.end(panels, ends)[:, None]
+
+    def pairs(self, chunk: _Chunk) -> Tensor:
+        """exp(t_i (s_j - top_i)) within a chunk."""
+        rows, keys = chunk.rows, chunk.keys
+        visible = torch.arange(keys.start, keys.stop, device=self.t.device) < self.seen[rows, None]
+        logits = self.t[rows, None] * (self.s[keys] - self.top[rows, None])
+        return logits.masked_fill(~visible, -math.inf).exp()
+
+    def reading(self, chunk: _Chunk, ends: tuple[float, float]) -> Tensor:
+        """How much of every node of its panel a row reads, [rows, nodes]."""
+        rows = chunk.rows
+        end = self.end(self.panel[rows], ends)
+        return self.basis[rows] * (self.t[rows] * (end - self.top[rows])).exp()[:, None]
+
+    def read(self, table: Tensor, chunk: _Chunk, ends: tuple[float, float]) -> Tensor:
+        """[rows, columns] of a table [panels, nodes, columns]."""
+        return torch.einsum("ip,ipd->id", self.reading(chunk, ends), table[self.panel[chunk.rows]])
+
+    def features(self, chunk: _Chunk, ends: tuple[float, float]) -> Tensor:
+        """exp(t_a (s_j - end)), [panels, nodes, keys]."""
+        gap = self.s[chunk.keys] - self.ends_of_nodes(ends)
+        return (self.node[..., None] * gap[:, None]).exp()
+
+    def moved(self, old: tuple[float, float], new: tuple[float, float]) -> Tensor:
+        """The factor of a table whose ends move, [panels, nodes, 1]."""
+        return (self.node * (self.ends_of_nodes(old) - self.ends_of_nodes(new))).exp()[..., None]
+
+    def table(self, columns: int) -> Tensor:
+        return self.v.new_zeros(self.layout.panels, self.layout.nodes, columns)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """(out, z): z is measured from the weight of the top key."""
+        values = torch.cat([self.v, torch.ones_like(self.v[:, :1])], 1)
+        total = self.v.new_zeros(len(self.t), values.shape[1])
+        table = self.table(values.shape[1])
+        for chunk in self.chunks():
+            total[chunk.rows] = self.pairs(chunk) @ values[chunk.keys]
+            if chunk.before is not None:
+                total[chunk.rows] += self.read(table, chunk, chunk.before)
+                table *= self.moved(chunk.before, chunk.after)
+            if chunk.after is not None:
+                table += self.features(chunk, chunk.after) @ values[chunk.keys]
+        z = total[:, -1]
+        return total[:, :-1] / z.masked_fill(~self.alive, 1.0)[:, None], z
+
+    def lse(self, z: Tensor) -> Tensor:
+        return (self.t * self.top + z.log()).masked_fill(~self.alive, -math.inf)
+
+    def backward(self, g: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(dt, ds, dv) of keys that are not masked.
+
+        With delta_i = g_i . out_i - grad_lse_i, dt_i = sum_j P_ij (s_j - o) (g_i . v_j - delta_i)
+        + grad_lse_i o for any o, and ds_j = sum_i P_ij t_i (g_i . v_j - delta_i).
+        """
+        out, z = self.forward()
+        z = z.masked_fill(~self.alive, 1.0)
+        dt, ds, dv = torch.zeros_like(self.t), torch.zeros_like(self.s), torch.zeros_like(self.v)
+        of_lse = torch.zeros_like(dt) if grad_lse is None else grad_lse
+        signed = torch.cat([g, (of_lse - (g * out).sum(1))[:, None]], 1)  # times (v_j, 1)
+        values = torch.cat([self.v, torch.ones_like(self.v[:, :1])], 1)
+        table, slopes = self.table(values.shape[1]), self.table(values.shape[1])
+        for chunk in self.chunks():  # dt, by tables of (v_j, 1) and of (s_j - end) (v_j, 1)
+            rows, keys = chunk.rows, chunk.keys
+            origin = self.top[rows]
+            weight = self.pairs(chunk) * (signed[rows] @ values[keys].T)
+            found = (weight * (self.s[keys] - origin[:, None])).sum(1)
+            if chunk.before is not None:
+                plain = (self.read(table, chunk, chunk.before) * signed[rows]).sum(1)
+                sloped = (self.read(slopes, chunk, chunk.before) * signed[rows]).sum(1)
+                end = self.end(self.panel[rows], chunk.before)
+                found = found + sloped + (end - origin) * plain
+                gap = self.ends_of_nodes(chunk.before) - self.ends_of_nodes(chunk.after)
+                slopes = (slopes + gap[..., None] * table) * self.moved(chunk.before, chunk.after)
+                table *= self.moved(chunk.before, chunk.after)
+            dt[rows] = found / z[rows] + of_lse[rows] * origin
+            if chunk.after is not None:
+                weight = self.features(chunk, chunk.after)
+                table += weight @ values[keys]
+                gap = self.s[keys] - self.ends_of_nodes(chunk.after)
+                slopes += (weight * gap[:, None]) @ values[keys]
+        table = self.table(values.shape[1])
+        for chunk in reversed(list(self.chunks())):  # ds and dv, by a table over later rows
+            rows, keys = chunk.rows, chunk.keys
+            weight = self.pairs(chunk) / z[rows, None]
+            dv[keys] = weight.T @ g[rows]
+            ds[keys] = ((weight * (signed[rows] @ values[keys].T)).T * self.t[rows]).sum(1)
+            if chunk.after is not None:
+                weight = self.features(chunk, chunk.after)
+                dv[keys] += torch.einsum("pak,pad->kd", weight, table[..., :-1])
+                by_t = torch.einsum("pak,pad->kd", weight * self.node[..., None], table)
+                ds[keys] += (by_t * values[keys]).sum(1)
+            if chunk.before is not None:
+                table *= self.moved(chunk.before, chunk.after)
+                weight = self.reading(chunk, chunk.before) / z[rows, None]
+                table.index_add_(0, self.panel[rows], weight[..., None] * signed[rows, None])
+        return dt, ds, dv
+
+
+def _heads(problem: Problem) -> Iterator[tuple[tuple[int, ...], Problem]]:
+    lead = problem.query.shape[:-2]
+    for flat in range(math.prod(lead)):
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), lead))
+        yield index, problem.head(index)
+
+
+def forward(problem: Problem) -> Saved:
+    query = problem.query
+    out = query.new_zeros(*query.shape[:-1], problem.value.shape[-1])
+    lse = query.new_full(query.shape[:-1], -math.inf, dtype=torch.float64)
+    for index, one in _heads(problem):
+        head = _Head(one)
+        if not head.served:
+            out[index], lse[index] = direct.forward(one)
+            continue
+        found, z = head.forward()
+        out[index], lse[index] = found.to(out.dtype), head.lse(z)
+    return Saved(out, lse)
+
+
+def backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradients:
+    """`saved` is not read: half precision has lost what gradients need."""
+    found = Gradients(*(x.new_zeros(x.shape) for x in problem.inputs))
+    for index, one in _heads(problem):
+        head = _Head(one)
+        grad_lse = None if grads.lse is None else grads.lse[index]
+        if not head.served:
+            asked = OutputGradients(grads.out[index], grad_lse)
+            of_saved = Saved(saved.out[index], saved.lse[index])
+            for total, part in zip(found, direct.backward(asked, of_saved, one), strict=True):
+                total[index] = part
+            continue
+        dt, ds, dv = head.backward(grads.out[index].double(), grad_lse)
+        found.query[index] = (dt * problem.scale)[:, None].to(found.query.dtype)
+        found.key[index][head.at] = ds[:, None].to(found.key.dtype)
+        found.value[index][head.at] = dv.to(found.value.dtype)
+    return found
