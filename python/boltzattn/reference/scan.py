@@ -135,7 +135,7 @@ class _Head:
         table = self.table(values.shape[1])
         for chunk in self.chunks():
             total[chunk.rows] = self.pairs(chunk) @ values[chunk.keys]
-            if chunk.before is not None:
+            if chunk.before is not None and chunk.after is not None:
                 total[chunk.rows] += self.read(table, chunk, chunk.before)
                 table *= self.moved(chunk.before, chunk.after)
             if chunk.after is not None:
@@ -164,7 +164,7 @@ class _Head:
             origin = self.top[rows]
             weight = self.pairs(chunk) * (signed[rows] @ values[keys].T)
             found = (weight * (self.s[keys] - origin[:, None])).sum(1)
-            if chunk.before is not None:
+            if chunk.before is not None and chunk.after is not None:
                 plain = (self.read(table, chunk, chunk.before) * signed[rows]).sum(1)
                 sloped = (self.read(slopes, chunk, chunk.before) * signed[rows]).sum(1)
                 end = self.end(self.panel[rows], chunk.before)
@@ -189,7 +189,7 @@ class _Head:
                 dv[keys] += torch.einsum("pak,pad->kd", weight, table[..., :-1])
                 by_t = torch.einsum("pak,pad->kd", weight * self.node[..., None], table)
                 ds[keys] += (by_t * values[keys]).sum(1)
-            if chunk.before is not None:
+            if chunk.before is not None and chunk.after is not None:
                 table *= self.moved(chunk.before, chunk.after)
                 weight = self.reading(chunk, chunk.before) / z[rows, None]
                 table.index_add_(0, self.panel[rows], weight[..., None] * signed[rows, None])
