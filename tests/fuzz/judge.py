@@ -1,0 +1,37 @@
+"""Whether the package serves a case as the error rule asks."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from errors import assert_accurate
+from fuzz.calls import eagers, ours
+from fuzz.cases import DTYPES, Case, build
+from fuzz.oracle import truth
+
+
+def check(case: Case) -> None:
+    """Raise AssertionError where the case is wrong, and whatever else the package raises."""
+    inputs = build(case)
+    actual = ours(case, inputs)
+    exact, magnitudes = truth(case, inputs)
+    # A result that the dtype cannot hold is not judged.
+    room = 0.25 * torch.finfo(DTYPES[case.dtype]).max
+    judged = {name: x for name, x in actual.items() if magnitudes[name] < room}
+    if judged:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_accurate(
+                judged,
+                exact,
+                eagers(case, inputs),
+                magnitudes=magnitudes,
+                method="direct" if case.method == "direct" else "transform",
+            )
+    if case.threads > 1 and case.kind != "stream":
+        one = ours(Case(**{**case.__dict__, "threads": 1}), inputs)
+        for name, x in actual.items():
+            assert torch.equal(x.nan_to_num(nan=7.0), one[name].nan_to_num(nan=7.0)), (
+                f"{name}: {case.threads} threads and one do not give the same bits"
+            )
