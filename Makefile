@@ -3,6 +3,7 @@
 # make bench-full   the whole grid of benchmarks with every peer, resumable; make micro: the kernels
 # make sanitize   the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 # make arm64   the same kernels for ARM64, under emulation
+# make fuzz   random calls against extended precision: minutes=5, seed=<the first>
 # make venv, lint, format, test-full: see below
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +17,7 @@ export TORCH_CUDA_ARCH_LIST ?= 8.0+PTX
 # In no extension, but formatted with the rest.
 SANITIZER := $(wildcard tests/sanitize/*.cpp)
 
-.PHONY: bench bench-full micro test test-full sanitize arm64 lint format venv clean
+.PHONY: bench bench-full micro test test-full fuzz sanitize arm64 lint format venv clean
 
 bench: venv
 	$(BIN)/python -m bench
@@ -44,6 +45,12 @@ test: venv
 test-full: venv
 	$(PYTEST)
 	$(INTERPRETED)
+
+# Goes on after the seeds of earlier runs, unless a seed is given; counts are in fuzz-output.
+minutes ?= 5
+seed ?=
+fuzz: venv
+	PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.run --minutes $(minutes) $(if $(seed),--seed $(seed))
 
 # A program without torch or Python. -O1 keeps the compiler's time at 20 s a file and the stack traces
 # readable; without an optimiser the run would take minutes.

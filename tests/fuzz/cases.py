@@ -27,6 +27,7 @@ FAMILIES = (
     "ties",
     "two_point",
     "grid",
+    "far_grid",
     "needle",
     "heavy",
     "ladder",
@@ -57,7 +58,7 @@ class Case:
     rank: int = 1
     dv: int = 1
     family: str = "gaussian"
-    queries: str = "gaussian"  # or equal, positive, spread, sparse
+    queries: str = "gaussian"  # or equal, positive, spread, sparse, whole
     values: str = "gaussian"  # or offset, tiny, large, one_hot
     amplitude: float = 1.0  # of the keys
     temperature: float = 1.0  # B: the largest difference of two logits at rank 1
@@ -183,7 +184,7 @@ def draw(seed: int) -> Case:
         rank=rank,
         dv=pick(1, 2, 3, 4, 5, 8, 16, 17),
         family=family,
-        queries=pick("gaussian", "equal", "positive", "spread", "sparse"),
+        queries=pick("gaussian", "equal", "positive", "spread", "sparse", "whole"),
         values=pick("gaussian", "offset", "tiny", "large", "one_hot", p=[0.6, 0.1, 0.1, 0.1, 0.1]),
         amplitude=1.0 if rng.random() < 0.6 else 10.0 ** float(rng.integers(-3, 4)),
         temperature=float(f"{temperature:.3g}"),
@@ -217,6 +218,9 @@ def _keys(rng: np.random.Generator, case: Case, shape: tuple[int, ...]) -> np.nd
         return np.where(normal > 0, 1.0, -0.5) * a
     if case.family == "grid":
         return rng.integers(-8, 9, shape) * a
+    if case.family == "far_grid":  # exact products, large logits, small differences
+        far = {"fp16": 1e3, "bf16": 1e2}.get(case.dtype, 1e6)
+        return rng.integers(-3, 4, shape) + float(far)
     if case.family == "needle":
         keys = 0.01 * normal
         if n:
@@ -244,6 +248,8 @@ def _queries(rng: np.random.Generator, case: Case, shape: tuple[int, ...]) -> np
         return np.abs(normal) / 4
     if case.queries == "spread":
         return rng.choice([-1.0, 1.0], shape) * 10.0 ** rng.uniform(-6, 0, shape)
+    if case.queries == "whole":
+        return rng.integers(-2, 3, shape) / 2.0
     if case.queries == "sparse":
         return np.where(normal > 0, normal / 4, 0.0)
     return normal / 4
@@ -273,7 +279,9 @@ def _query_size(case: Case, keys: np.ndarray, scale: float) -> float:
     size = min(size, largest / (top * abs(scale) * case.rank) if top else size)
     # Room for gradients, which are sums of queries.
     room = 30.0 if case.dtype == "fp16" else float(torch.finfo(DTYPES[case.dtype]).max) * 1e-8
-    return min(size, room)
+    size = min(size, room)
+    # Whole numbers stay so: a power of 2.
+    return 2.0 ** round(math.log2(size)) if case.queries == "whole" else size
 
 
 def _rounded(x: np.ndarray, digits: int) -> np.ndarray:

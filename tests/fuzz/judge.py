@@ -29,7 +29,10 @@ def check(case: Case) -> None:
                 magnitudes=magnitudes,
                 method="direct" if case.method == "direct" else "transform",
             )
-    if case.threads > 1 and case.kind != "stream":
+    # Projections, tangents and second derivatives are torch's products, whose bits depend on
+    # the threads.
+    kernels_alone = case.backend == "cpu" and case.derivative in ("forward", "vjp")
+    if case.threads > 1 and kernels_alone and case.kind in ("attention", "varlen", "merge"):
         one = ours(Case(**{**case.__dict__, "threads": 1}), inputs)
         for name, x in actual.items():
             assert torch.equal(x.nan_to_num(nan=7.0), one[name].nan_to_num(nan=7.0)), (
