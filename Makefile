@@ -50,7 +50,7 @@ test-full: venv
 minutes ?= 5
 seed ?=
 fuzz: venv
-	PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.run --minutes $(minutes) $(if $(seed),--seed $(seed))
+	OMP_WAIT_POLICY=passive PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.run --minutes $(minutes) $(if $(seed),--seed $(seed))
 
 # A program without torch or Python. -O1 keeps the compiler's time at 20 s a file and the stack traces
 # readable; without an optimiser the run would take minutes.

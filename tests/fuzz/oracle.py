@@ -5,9 +5,9 @@ their row, `q . (k_j - k_top)`, so that what is rounded is small wherever a weig
 rank 1 the weights are good to 1e-17 for logits of any size, which is what fp64 results need.
 It shares no line with the package, and the derivatives are written out by hand.
 
-A truth comes with a magnitude, the largest sum of the absolute values of its terms: rounding the
-inputs alone, by half an eps each, moves the result by that many eps. The floor of the error rule,
-4 ulp of it, is 2 to 4 eps of such sums, |g| |v| |k| for a gradient.
+A truth comes with a magnitude, the largest sum of the absolute values of its terms, with every
+value as large as the largest one: |g| |v| |k| for a gradient. Rounding the inputs alone, by half an
+eps each, moves the result by that many eps.
 """
 
 from __future__ import annotations
@@ -45,13 +45,19 @@ def _t(x: Array) -> Array:
     return np.swapaxes(x, -1, -2)
 
 
+def _largest_of_column(x: Array) -> Array:
+    """What every value may be: methods that sum values before they weigh them round the largest."""
+    return np.broadcast_to(x.max(-2, keepdims=True, initial=0.0), x.shape)
+
+
 class Softmax:
     """Attention of heads [L, n, width] over all pairs."""
 
     def __init__(self, q: Array, k: Array, v: Array, bias: Array, scale: float) -> None:
         self.q, self.k, self.v, self.scale = q, k, v, np.longdouble(scale)
         n_k = k.shape[-2]
-        self.sizes = tuple(np.abs(x).astype(np.float64) for x in (q, k, v))
+        size_q, size_k, size_v = (np.abs(x).astype(np.float64) for x in (q, k, v))
+        self.sizes = size_q, size_k, _largest_of_column(size_v)
         if n_k == 0:
             self.p = np.zeros((*q.shape[:-1], 0), np.longdouble)
             self.lse = np.full(q.shape[:-1], -np.inf, np.longdouble)
@@ -68,11 +74,13 @@ class Softmax:
             bias = np.broadcast_to(bias, gaps.shape)
             bias_top = np.take_along_axis(bias, top[..., None], -1)
             gaps = gaps + (bias - np.where(dead, 0, bias_top))
-            p = np.exp(gaps)
+            # `about` was rounded; what was taken for the largest logit may not be quite that.
+            more = np.where(dead, 0, gaps.max(-1, keepdims=True))
+            p = np.exp(gaps - more)
             total = p.sum(-1, keepdims=True)
             self.p = p / np.where(dead, 1, total)
             at_top = np.take_along_axis(about, top[..., None], -1)
-            lse = at_top + np.log(np.where(dead, 1, total))
+            lse = at_top + more + np.log(np.where(dead, 1, total))
             self.lse = np.where(dead, -np.inf, lse)[..., 0]
         self.weights = self.p.astype(np.float64)
 
@@ -255,7 +263,7 @@ def _layer(case: Case, inputs: Inputs) -> dict[str, Found]:
     sizes = tuple(project(a, name) for name in "qkv")
     scale = case.rank**-0.5 if case.scale is None else case.scale
     softmax = Softmax(q, k, v, _bias(case, inputs, case.n_k, case.n_k), scale)
-    softmax.sizes = sizes
+    softmax.sizes = *sizes[:2], _largest_of_column(sizes[2])
     heads_out, heads_size = (joined(x) for x in softmax.forward()["out"])
     out = heads_out @ t["w_o"].T + t.get("b_o", 0.0)
     found = {"out": Found(out, heads_size @ a["w_o"].T + a.get("b_o", 0.0))}
