@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from fuzz.cases import Case
 
-# Below, the pieces of a causal call or a stream are merged by an lse that is exact enough.
-LARGE = 100.0
+LEAF = 512  # tokens; shorter causal calls and streams are not composed of parts
+LARGE = 100.0  # below, parts are merged by an lse that is exact enough
 FAR_FAMILIES = ("offset", "far_grid", "equal", "ties", "two_point", "denormal", "huge")
 
 
@@ -16,10 +16,22 @@ def waits_for(case: Case) -> str | None:
     """What the case waits for, or None."""
     if _waits_for_the_scan(case):
         return "scan"
+    if _waits_for_exact_scores(case):
+        return "scores"
     return None
 
 
 def _waits_for_the_scan(case: Case) -> bool:
     """Causal calls by the transform and streams, where logits are large."""
-    composed = case.kind == "stream" or (case.causal and case.method != "direct")
+    causal = case.causal and case.method != "direct" and min(case.n_q, case.n_k) > LEAF
+    composed = causal or (case.kind == "stream" and case.n_k >= LEAF)
     return composed and (case.temperature > LARGE or case.family in FAR_FAMILIES)
+
+
+# Products with these keys are exact, or all are rounded alike, so that eager loses nothing.
+EXACT_FAMILIES = ("grid", "far_grid", "ladder")
+
+
+def _waits_for_exact_scores(case: Case) -> bool:
+    """`direct` of the CPU multiplies queries by log2(e) first, which rounds every logit."""
+    return case.backend == "cpu" and case.method != "transform" and case.family in EXACT_FAMILIES
