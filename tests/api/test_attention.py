@@ -17,7 +17,6 @@ import torch
 from check import assert_attention, lse_dtype, run
 from covering import pairwise
 from errors import assert_accurate
-from errors import assert_accurate
 from oracle import Result, dense
 from servers import Server, facts, instruction_set, instruction_sets, servers
 from torch import Tensor

@@ -9,11 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 import boltzattn
 import torch
 import torch.nn.functional as F
-from fuzz.cases import DTYPES, Case, Inputs
 from oracle import EAGER_RUNS, dense
 from servers import instruction_set, instruction_sets
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from fuzz.cases import DTYPES, Case, Inputs
 
 Outputs = tuple[Tensor, ...]  # (out,) or (out, lse)
 Function = Callable[..., Outputs]  # of the tensors of a case, in order
@@ -54,9 +55,7 @@ def _dual(x: Tensor, move: Tensor) -> Tensor:
 
 
 def _named(outputs: Outputs, prefix: str = "") -> dict[str, Tensor]:
-    return {
-        prefix + name: x.detach() for name, x in zip(("out", "lse"), outputs, strict=False)
-    }
+    return {prefix + name: x.detach() for name, x in zip(("out", "lse"), outputs, strict=False)}
 
 
 # ---- the package ----
@@ -180,8 +179,8 @@ def _eager(case: Case, inputs: Inputs, order: int) -> Function:
 
         def project(name: str) -> Tensor:
             x, w = t["x"][..., columns], t[f"w_{name}"][:, columns]
-            return F.linear(x, w, t.get(f"b_{name}")).unflatten(-1, (case.heads, -1)).transpose(
-                -2, -3
+            return (
+                F.linear(x, w, t.get(f"b_{name}")).unflatten(-1, (case.heads, -1)).transpose(-2, -3)
             )
 
         out, _ = attention(*(project(name) for name in "qkv"))

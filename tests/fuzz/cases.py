@@ -130,9 +130,7 @@ def draw(seed: int) -> Case:
         return choices[rng.choice(len(choices), p=p)]
 
     backend = "reference" if seed % REFERENCE_EVERY == REFERENCE_EVERY - 1 else "cpu"
-    kind = pick(
-        "attention", "varlen", "merge", "stream", "layer", p=[0.64, 0.13, 0.06, 0.04, 0.13]
-    )
+    kind = pick("attention", "varlen", "merge", "stream", "layer", p=[0.64, 0.13, 0.06, 0.04, 0.13])
     dtype = pick(*DTYPES, p=[0.35, 0.4, 0.15, 0.1])
     method = pick("direct", "transform", "auto", p=[0.4, 0.4, 0.2])
     rank = 1

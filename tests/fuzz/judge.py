@@ -1,9 +1,9 @@
 """Whether the package serves a case as the error rule asks.
 
-The floor of the rule is 4 ulp of twice the magnitude (`fuzz.oracle`), that is 4 to 8 eps |g| |v| |k|
-for a gradient: rounding query, key, value and the incoming gradient by half an eps each, and the
-weights by that of the lse they are computed from again, moves the result by as much. A certified
-method is held to its certificate.
+The floor of the rule is 4 ulp of twice the magnitude (`fuzz.oracle`), that is 4 to 8 eps of
+|g| |v| |k| for a gradient: rounding query, key, value and the incoming gradient by half an eps
+each, and the weights by that of the lse they are computed from again, moves the result by as much.
+A certified method is held to its certificate.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import warnings
 
 import torch
 from errors import CERTIFIED, assert_accurate
+
 from fuzz.calls import eagers, ours
 from fuzz.cases import DTYPES, Case, build
 from fuzz.oracle import truth

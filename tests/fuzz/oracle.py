@@ -1,9 +1,10 @@
 """The truth of a case in extended precision, and how large the terms are that it is a sum of.
 
-numpy's long double has 64 bits of mantissa on x86. Logits are measured from the largest one of
-their row, `q . (k_j - k_top)`, so that what is rounded is small wherever a weight is not 0: at
-rank 1 the weights are good to 1e-17 for logits of any size, which is what fp64 results need.
-It shares no line with the package, and the derivatives are written out by hand.
+Numbers narrower than fp64 are computed in fp64, and fp64 in numpy's long double, which has 64 bits
+of mantissa on x86. Logits are measured from the largest one of their row, `q . (k_j - k_top)`, so
+that what is rounded is small wherever a weight is not 0: at rank 1 the weights are good to 1e-17
+for logits of any size, which is what fp64 results need. It shares no line with the package, and
+the derivatives are written out by hand.
 
 A truth comes with a magnitude, the largest sum of the absolute values of its terms, with every
 value as large as the largest one: |g| |v| |k| for a gradient. Rounding the inputs alone, by half an
@@ -17,8 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from fuzz.cases import Case, Inputs
 from torch import Tensor
+
+from fuzz.cases import Case, Inputs
 
 assert np.finfo(np.longdouble).nmant >= 63, "the oracle needs a long double of 64 bits"
 
@@ -38,7 +40,9 @@ class Found(NamedTuple):
 
 
 def _long(x: Tensor) -> Array:
-    return x.detach().double().numpy().astype(np.longdouble)
+    """In long double; in fp64 what is narrower, which then has 29 bits more than fp32, too."""
+    wide = np.longdouble if x.dtype == torch.float64 else np.float64
+    return x.detach().double().numpy().astype(wide)
 
 
 def _t(x: Array) -> Array:
@@ -54,13 +58,13 @@ class Softmax:
     """Attention of heads [L, n, width] over all pairs."""
 
     def __init__(self, q: Array, k: Array, v: Array, bias: Array, scale: float) -> None:
-        self.q, self.k, self.v, self.scale = q, k, v, np.longdouble(scale)
+        self.q, self.k, self.v, self.scale = q, k, v, q.dtype.type(scale)
         n_k = k.shape[-2]
         size_q, size_k, size_v = (np.abs(x).astype(np.float64) for x in (q, k, v))
         self.sizes = size_q, size_k, _largest_of_column(size_v)
         if n_k == 0:
-            self.p = np.zeros((*q.shape[:-1], 0), np.longdouble)
-            self.lse = np.full(q.shape[:-1], -np.inf, np.longdouble)
+            self.p = np.zeros((*q.shape[:-1], 0), q.dtype)
+            self.lse = np.full(q.shape[:-1], -np.inf, q.dtype)
         else:
             about = self.scale * (q @ _t(k)) + bias
             top = about.argmax(-1)
@@ -150,9 +154,7 @@ class Softmax:
         return {
             "double_grad_out": Found(moved @ self.v + p @ to_v, moved_size @ av + w @ mv),
             "double_grad_lse": Found(mean, (w * slope_size).sum(-1)),
-            "double_query": Found(
-                (z @ self.k + y @ to_k) * scale, (z_size @ ak + y_size @ mk) * s
-            ),
+            "double_query": Found((z @ self.k + y @ to_k) * scale, (z_size @ ak + y_size @ mk) * s),
             "double_key": Found(
                 (_t(z) @ self.q + _t(y) @ to_q) * scale, (_t(z_size) @ aq + _t(y_size) @ mq) * s
             ),
@@ -173,7 +175,7 @@ def _derive(case: Case, softmax: Softmax, g: Array, h: Array, moves: tuple) -> d
 
 def _bias(case: Case, inputs: Inputs, n_q: int, n_k: int) -> Array:
     """[*batch, heads, n_q, n_k] or what broadcasts to it: what masks add to the logits."""
-    bias = np.zeros((n_q, n_k), np.longdouble)
+    bias = np.zeros((n_q, n_k))
     if case.causal:
         bias[~np.tri(n_q, n_k, dtype=bool)] = -np.inf
     mask, padding = inputs.attn_mask, inputs.key_padding_mask
@@ -212,7 +214,7 @@ def _attention(case: Case, inputs: Inputs) -> dict[str, Found]:
     q, k, v = (heads.spread(name, long(inputs.tensors[name])) for name in names)
     moves = tuple(heads.spread(n, long(inputs.moves[n])) for n in names) if inputs.moves else ()
     g = long(inputs.grad_out)
-    h = np.zeros(g.shape[:-1], np.longdouble) if inputs.grad_lse is None else long(inputs.grad_lse)
+    h = np.zeros(g.shape[:-1], g.dtype) if inputs.grad_lse is None else long(inputs.grad_lse)
     scale = case.rank**-0.5 if case.scale is None else case.scale
     if case.kind != "varlen":
         bias = _bias(case, inputs, case.n_q, case.n_k)
@@ -232,9 +234,7 @@ def _packed(case: Case, inputs: Inputs, arrays: tuple, scale: float) -> dict[str
     for b in range(case.pieces):
         rows = slice(inputs.starts_q[b], inputs.starts_q[b + 1])
         columns = slice(inputs.starts_k[b], inputs.starts_k[b + 1])
-        cut = tuple(
-            x[:, r] for x, r in zip(moves, (rows, columns, columns), strict=False)
-        )
+        cut = tuple(x[:, r] for x, r in zip(moves, (rows, columns, columns), strict=False))
         bias = _bias(case, inputs, rows.stop - rows.start, columns.stop - columns.start)
         softmax = Softmax(q[:, rows], k[:, columns], v[:, columns], bias, scale)
         parts.append(_derive(case, softmax, g[:, rows], h[:, rows], cut))
@@ -273,8 +273,8 @@ def _layer(case: Case, inputs: Inputs) -> dict[str, Found]:
     ag = np.abs(g).astype(np.float64)
     to_heads, to_heads_size = split(g @ t["w_o"]), split(ag @ a["w_o"])
     # The gradients of one tensor: (gradient of a product's result, its size).
-    of_heads = softmax.vjp(to_heads, np.zeros(to_heads.shape[:-1], np.longdouble))
-    bound = softmax.vjp(to_heads_size.astype(np.longdouble), np.zeros(to_heads.shape[:-1]))
+    of_heads = softmax.vjp(to_heads, np.zeros(to_heads.shape[:-1], g.dtype))
+    bound = softmax.vjp(to_heads_size.astype(g.dtype), np.zeros(to_heads.shape[:-1]))
 
     def rows(x: Array) -> Array:
         return x.reshape(-1, x.shape[-1])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from fuzz.cases import Case, draw
 from fuzz.judge import check
 from fuzz.waiting import waits_for
