@@ -143,6 +143,10 @@ def draw(seed: int) -> Case:
     n_q, n_k = _sizes(rng, math.prod(lead))
     derivative = pick("forward", "vjp", "jvp", "double", p=[0.1, 0.7, 0.1, 0.1])
     causal = kind in ("attention", "varlen", "layer") and rng.random() < 0.3
+    long = np.random.default_rng((seed, 2))
+    if causal and kind != "layer" and long.random() < 0.04:  # more than one block of anything
+        lead, heads, rank, derivative = (1,), 1, 1, "vjp"
+        n_q, n_k = (int(x) for x in long.integers(500, 700, 2))
     mask = pick("", "padding", "padding_bias", "bool", "bias", p=[0.6, 0.16, 0.06, 0.09, 0.09])
     if kind not in ("attention", "layer"):
         mask = ""
