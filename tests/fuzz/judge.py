@@ -3,7 +3,8 @@
 The floor of the rule is 4 ulp of twice the magnitude (`fuzz.oracle`), that is 4 to 8 eps of
 |g| |v| |k| for a gradient: rounding query, key, value and the incoming gradient by half an eps
 each, and the weights by that of the lse they are computed from again, moves the result by as much.
-A certified method is held to its certificate.
+A certified method is held to its certificate. Products below the smallest normal number are rounded
+by as much as that one is, each of those that a sum has.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ def check(case: Case) -> None:
     inputs = build(case)
     actual = ours(case, inputs)
     exact, magnitudes = truth(case, inputs)
-    # A result that the dtype cannot hold is not judged.
-    room = 0.25 * torch.finfo(DTYPES[case.dtype]).max
-    judged = {name: x for name, x in actual.items() if magnitudes[name] < room}
+    info = torch.finfo(DTYPES[case.dtype])
     certified = case.method != "direct" and DTYPES[case.dtype] in CERTIFIED
-    sizes = magnitudes if certified else {name: 2 * size for name, size in magnitudes.items()}
+    factor, least = 1 if certified else 2, info.smallest_normal * (case.dv + case.rank)
+    sizes = {name: max(factor * size, least) for name, size in magnitudes.items()}
+    # A result that the dtype cannot hold is not judged.
+    judged = {name: x for name, x in actual.items() if magnitudes[name] < 0.25 * info.max}
     if judged:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

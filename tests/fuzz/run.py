@@ -89,11 +89,11 @@ def shrink(case: Case, message: str) -> tuple[Case, str]:
 
 
 def as_test(case: Case, message: str) -> str:
-    """A case as a test to paste."""
+    """A case as a test to paste into test_fuzz.py."""
     lines = [
         f"def test_fuzz_{case.seed}() -> None:",
         *(f"    # {line[:110]}" for line in message.splitlines()[:3] if line),
-        f"    check({case!r})",
+        f"    judge.check({case!r})",
     ]
     return "\n".join(lines)
 

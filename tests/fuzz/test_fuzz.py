@@ -87,7 +87,7 @@ def test_a_wrong_kernel_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch)
     small, message = run.shrink(case, message)
     assert (small.n_q, small.n_k, small.dv) == (1, 5, 1)
     assert replace(small, seed=0, digits=0, n_k=1) == Case()
-    assert "check(Case(seed=3, n_k=5" in run.as_test(small, message)
+    assert "judge.check(Case(seed=3, n_k=5" in run.as_test(small, message)
 
 
 def test_counts_add_up_over_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
