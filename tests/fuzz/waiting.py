@@ -29,7 +29,7 @@ def _waits_for_the_scan(case: Case) -> bool:
 
 
 # Products with these keys are exact, or all are rounded alike, so that eager loses nothing.
-EXACT_FAMILIES = ("grid", "far_grid", "ladder")
+EXACT_FAMILIES = ("two_point", "grid", "far_grid", "ladder")
 
 
 def _waits_for_exact_scores(case: Case) -> bool:
