@@ -147,9 +147,10 @@ def backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradient
         centred = grad_probability - mean
         if grads.lse is not None:
             centred = centred + grads.lse[..., rows, None].to(k.dtype)
-        grad_logits = probability * centred
-        grad_query[..., rows, :] = (grad_logits @ k) * problem.scale
-        grad_key += grad_logits.transpose(-1, -2) @ (q * problem.scale)
+        # Scaled before the products, which may overflow where their scaled values do not.
+        grad_scaled = probability * centred * problem.scale
+        grad_query[..., rows, :] = grad_scaled @ k
+        grad_key += grad_scaled.transpose(-1, -2) @ q
         grad_value += (probability * factor).transpose(-1, -2) @ g
     return Gradients(grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype))
 
@@ -189,14 +190,14 @@ def double_backward(
             of_grad_lse[..., rows] = lse_slope.squeeze(-1)
         # What a weight contributes; a part common to the whole row moves no weight.
         worth = slope * by_value + (g @ to_value.transpose(-1, -2)) * factor
-        grad_logits = probability * (worth - (probability * worth).sum(-1, keepdim=True))
-        grad_slope = probability * by_value
+        grad_logits = probability * (worth - (probability * worth).sum(-1, keepdim=True)) * scale
+        grad_slope = probability * by_value * scale
         kept = probability * factor
         moved = kept * slope
         of_grad_out[..., rows, :] = moved @ v + kept @ to_value
-        of_query[..., rows, :] = (grad_logits @ k + grad_slope @ to_key) * scale
-        of_key += grad_logits.transpose(-1, -2) @ (q * scale)
-        of_key += grad_slope.transpose(-1, -2) @ (to_q * scale)
+        of_query[..., rows, :] = grad_logits @ k + grad_slope @ to_key
+        of_key += grad_logits.transpose(-1, -2) @ q
+        of_key += grad_slope.transpose(-1, -2) @ to_q
         of_value += moved.transpose(-1, -2) @ g
     dtype = problem.query.dtype
     gradients = Gradients(of_query, of_key.to(dtype), of_value.to(dtype))
