@@ -42,10 +42,7 @@ def test_logits_of_any_size(size: float, dtype: torch.dtype, server: Server) -> 
     assert_attention(server, query, key, value, grad_out)
 
 
-# Heads that the transform does not serve are those of `direct`.
-SCALED_LAST = pytest.mark.xfail(
-    strict=True, reason="direct of the CPU multiplies by the scale last"
-)
+SCALED_LAST = pytest.mark.xfail(strict=True, reason="the CPU kernels multiply by the scale last")
 
 
 @pytest.mark.parametrize(
