@@ -37,5 +37,6 @@ def _waits_for_exact_scores(case: Case) -> bool:
 
     A mask that is a bias is left to it by the transform, too.
     """
-    exact = case.method != "transform" and case.family in EXACT_FAMILIES
+    exact = case.family in EXACT_FAMILIES or case.queries == "whole"
+    exact = exact and case.method != "transform"
     return case.backend == "cpu" and (exact or case.mask in ("bias", "padding_bias"))

@@ -87,6 +87,13 @@ def test_equal_keys_average_the_values(dtype: torch.dtype, server: Server) -> No
     )
 
 
+@pytest.mark.parametrize("server", PLAIN, ids=str)
+def test_keys_of_zero_give_queries_no_gradient(server: Server) -> None:
+    query, key, value, grad_out = _inputs()
+    actual = run(server, query, torch.zeros_like(key), value, grad_out, torch.randn(2, 40))
+    assert torch.equal(actual.grad_query, torch.zeros(2, 40, 1))
+
+
 @pytest.mark.parametrize("server", ANY_RANK, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_key_returns_its_value(dtype: torch.dtype, server: Server) -> None:
