@@ -75,6 +75,22 @@ def test_all_pairs(server: Server, dtype: torch.dtype, size: float, kind: str) -
     assert_attention(server, *_inputs(kind, dtype, size, 200))
 
 
+@pytest.mark.parametrize("n", [7, 33])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("server", servers(facts(rank=8)), ids=str)
+def test_equal_keys_of_groups(server: Server, dtype: torch.dtype, size: float, n: int) -> None:
+    """Logits are rounded sums of 8 products, and equal wherever torch's product makes them so."""
+    query = torch.randn(4, 33, 8, dtype=dtype)
+    key = (size * torch.randn(2, 1, 8, dtype=dtype)).repeat(1, n, 1)
+    value = torch.randn(2, n, 3, dtype=dtype)
+    out = boltzattn.attention(query, key, value, enable_gqa=True, **server.ask)
+    mean = value.double().mean(-2, keepdim=True).repeat_interleave(2, 0).expand(out.shape)
+    eager = dense(query, *(x.repeat_interleave(2, 0) for x in (key, value)))[0]
+    magnitude = {"out": largest(value)}
+    assert_accurate({"out": out}, {"out": mean}, [{"out": eager}], magnitudes=magnitude)
+
+
 def assert_packed(server: Server, n: int, tensors: list[Tensor], is_causal: bool) -> None:
     """Two sequences, of 5 tokens and of n, and the rule for the second one."""
     starts = torch.tensor([0, 5, 5 + n])

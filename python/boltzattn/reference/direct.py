@@ -18,11 +18,20 @@ from boltzattn.problem import Gradients, OutputGradients, Problem, Saved, accumu
 SCORES_PER_BLOCK = 1 << 20
 
 
+def _columns(x: Tensor) -> Tensor:
+    """x transposed, for a product that sums every column in the same order.
+
+    With other strides, such as those of broadcast heads, torch multiplies the last few columns in
+    another way, and logits of equal keys would not be equal.
+    """
+    return x.contiguous().transpose(-1, -2)
+
+
 def scores(problem: Problem, rows: slice | None = None) -> Tensor:
     """Masked logits [*L, rows, n_k] of some query rows, or of all."""
     n_q, n_k = problem.query.shape[-2], problem.key.shape[-2]
     rows = slice(0, n_q) if rows is None else rows
-    logits = (problem.query[..., rows, :] * problem.scale) @ problem.key.transpose(-1, -2)
+    logits = (problem.query[..., rows, :] * problem.scale) @ _columns(problem.key)
     if problem.attn_mask is not None:
         mask = problem.attn_mask[..., rows, :]
         logits = (
@@ -180,7 +189,7 @@ def double_backward(
     of_key, of_value = k.new_zeros(k.shape), v.new_zeros(v.shape)
     for rows, q, probability, _, factor in _blocks(wide):
         g, to_q = grads.out[..., rows, :].to(work), to_query[..., rows, :]
-        slope = (to_q @ k.transpose(-1, -2) + q @ to_key.transpose(-1, -2)) * scale
+        slope = (to_q @ _columns(k) + q @ _columns(to_key)) * scale
         lse_slope = (probability * slope).sum(-1, keepdim=True)
         slope = slope - lse_slope
         by_value = (g @ v.transpose(-1, -2)) * factor  # A
