@@ -26,7 +26,9 @@ def check(case: Case) -> None:
     exact, magnitudes = truth(case, inputs)
     info = torch.finfo(DTYPES[case.dtype])
     certified = case.method != "direct" and DTYPES[case.dtype] in CERTIFIED
-    factor, least = 1 if certified else 2, info.smallest_normal * (case.dv + case.rank)
+    factor, least = 1.0 if certified else 2.0, info.smallest_normal * (case.dv + case.rank)
+    if case.kind == "merge":  # what is merged is as accurate as the lse of the parts
+        factor *= max(1.0, magnitudes["lse"])
     sizes = {name: max(factor * size, least) for name, size in magnitudes.items()}
     # A result that the dtype cannot hold is not judged.
     judged = {name: x for name, x in actual.items() if magnitudes[name] < 0.25 * info.max}
