@@ -170,7 +170,7 @@ def draw(seed: int) -> Case:
     if kind == "layer" and family in ("denormal", "huge"):
         family = "gaussian"
     if kind == "stream":
-        temperature = min(temperature, 9e4)
+        temperature = min(temperature, 6e4)
     return Case(
         seed=seed,
         kind=kind,
