@@ -35,7 +35,8 @@ EXACT_FAMILIES = ("two_point", "grid", "far_grid", "ladder")
 def _waits_for_exact_scores(case: Case) -> bool:
     """`direct` of the CPU multiplies queries and masks by log2(e) first, which rounds every logit.
 
-    A mask that is a bias is left to it by the transform, too.
+    It also sums over the rank by fused operations, which tell apart what eager rounds to a tie. A
+    mask that is a bias is left to it by the transform, too.
     """
     exact = case.family in EXACT_FAMILIES or case.queries == "whole"
     exact = exact and case.method != "transform"
