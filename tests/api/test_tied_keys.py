@@ -17,6 +17,7 @@ from torch import Tensor
 
 N = 600  # enough for two leaves of every composition
 N_AUTO = 1100  # enough for "auto" to take the transform
+N_STREAM = 1100  # enough for blocks of a stream that are merged
 DTYPES = (torch.float32, torch.float64)
 SIZES = (1e6, 1e10)
 KINDS = ("equal", "tied")
@@ -138,9 +139,9 @@ def test_varlen(server: Server, dtype: torch.dtype, size: float, kind: str) -> N
 )
 def test_stream(dtype: torch.dtype, size: float, kind: str, merged: bool) -> None:
     """Appended in pieces to one stream, or to two that are merged."""
-    query, key, value, _ = _inputs(kind, dtype, size, N)
+    query, key, value, _ = _inputs(kind, dtype, size, N_STREAM)
     streams = [boltzattn.StreamingAttention(1, 2, dtype=dtype, logit_bound=3e7) for _ in range(2)]
-    for first in range(0, N, 300):
+    for first in range(0, N_STREAM, 300):
         piece = slice(first, first + 300)
         streams[merged and first >= 600].append(key[:, piece], value[:, piece])
     if merged:
