@@ -4,6 +4,7 @@
 # make sanitize   the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz-operators   wrong calls of all operators under AddressSanitizer; calls=20000
 # make arm64   the same kernels for ARM64, under emulation
+# make fuzz   random calls against extended precision: minutes=5, seed=<the first>
 # make venv, lint, format, test-full: see below
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,7 @@ export TORCH_CUDA_ARCH_LIST ?= 8.0+PTX
 # In no extension, but formatted with the rest.
 SANITIZER := $(wildcard tests/sanitize/*.cpp)
 
-.PHONY: bench bench-full micro test test-full sanitize fuzz-operators arm64 lint format venv clean
+.PHONY: bench bench-full micro test test-full fuzz fuzz-operators sanitize arm64 lint format venv clean
 
 bench: venv
 	$(BIN)/python -m bench
@@ -45,6 +46,12 @@ test: venv
 test-full: venv
 	$(PYTEST)
 	$(INTERPRETED)
+
+# Goes on after the seeds of earlier runs, unless a seed is given; counts are in fuzz-output.
+minutes ?= 5
+seed ?=
+fuzz: venv
+	OMP_WAIT_POLICY=passive PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.run --minutes $(minutes) $(if $(seed),--seed $(seed))
 
 TORCHLESS := $(wildcard csrc/cpu/isa_*.cpp) csrc/cpu/memory.cpp
 

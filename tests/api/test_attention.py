@@ -207,3 +207,21 @@ def test_merge_of_queries_that_see_nothing_has_finite_gradients() -> None:
     grads = torch.autograd.grad(out.sum() + lse[1:].sum(), leaves)
     assert all(bool(grad.isfinite().all()) for grad in grads)
     assert not any(bool(grad[0].any()) for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_merge_rounds_no_more_than_the_lse_it_is_given(dtype: torch.dtype) -> None:
+    """Weights are those of the difference of both lse, however large they are."""
+    out_a, out_b = torch.randn(2, 9, 4, dtype=dtype)
+    lse_b = (1e4 + 1e3 * torch.rand(9, dtype=dtype)).requires_grad_()
+    lse_a = (lse_b + torch.randn(9, dtype=dtype)).detach().requires_grad_()
+    out, _ = boltzattn.merge(out_a, lse_a, out_b, lse_b)
+    (gradient,) = torch.autograd.grad(out.sum(), lse_a)
+    share = (lse_a.double() - lse_b.double()).sigmoid().detach()[:, None]
+    slope = (share * (1 - share) * (out_a.double() - out_b.double())).sum(-1)
+    assert_accurate(
+        {"out": out, "slope": gradient},
+        {"out": share * out_a + (1 - share) * out_b, "slope": slope},
+        [],
+        magnitudes={"out": out_a.abs().max().item() + out_b.abs().max().item(), "slope": 8.0},
+    )

@@ -93,7 +93,12 @@ def test_varlen(is_causal: bool) -> None:
     def ours(*x: Tensor) -> Tensor:
         return boltzattn.attention_varlen(*x, starts, starts, is_causal=is_causal)
 
-    _assert_close(torch.func.jvp(ours, tensors, moves), torch.func.jvp(truth, tensors, moves))
+    expected = torch.func.jvp(truth, tensors, moves)
+    _assert_close(torch.func.jvp(ours, tensors, moves), expected)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, move) for x, move in zip(tensors, moves, strict=True)]
+        out = forward_ad.unpack_dual(ours(*duals))
+        _assert_close((out.primal, out.tangent), expected)
 
 
 @pytest.mark.parametrize("n", [6, 3000])

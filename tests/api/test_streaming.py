@@ -286,3 +286,78 @@ def test_refuses() -> None:
         boltzattn.StreamingAttention(3, 4).load_state_dict(stream.state_dict())
     with pytest.raises(ValueError, match="logit_bound must be between"):
         boltzattn.StreamingAttention(2, 4, logit_bound=1e9)
+
+
+WAITS = pytest.mark.xfail(strict=True, reason="waits for streams by a scan")
+
+
+@pytest.mark.parametrize(
+    "keys", [[0.0, 1e-310], pytest.param([0.0, 5e-311, 1e-310], marks=WAITS), [5e-324, 0.0]]
+)
+def test_denormal_keys(keys: list[float]) -> None:
+    key = torch.tensor(keys, dtype=torch.float64).repeat(400)[None, :, None]
+    value = torch.randn(1, key.shape[1], 2, dtype=torch.float64)
+    stream = boltzattn.StreamingAttention(1, 2, dtype=torch.float64)
+    stream.append(key[:, :700], value[:, :700])
+    stream.append(key[:, 700:], value[:, 700:])
+    assert_rule(
+        stream, torch.tensor([-1.0, 0.0, 3.0], dtype=torch.float64)[None, :, None], key, value
+    )
+
+
+def _filled(tokens: int = 700) -> boltzattn.StreamingAttention:
+    stream = boltzattn.StreamingAttention(1, 2)
+    stream.append(torch.randn(1, tokens, 1), torch.randn(1, tokens, 2))
+    return stream
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    children = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+    return [tensor for child in children for tensor in _tensors(child)]
+
+
+@WAITS
+def test_a_saved_state_is_a_copy() -> None:
+    stream, query = _filled(), torch.randn(1, 3, 1)
+    before = stream.query(query)
+    for x in _tensors(stream.state_dict()):
+        x.fill_(7)
+    assert torch.equal(stream.query(query), before)
+
+
+@WAITS
+def test_a_restored_state_is_a_copy() -> None:
+    state = _filled().state_dict()
+    stream, query = boltzattn.StreamingAttention(1, 2), torch.randn(1, 3, 1)
+    stream.load_state_dict(state)
+    before = stream.query(query)
+    for x in _tensors(state):
+        x.fill_(7)
+    assert torch.equal(stream.query(query), before)
+
+
+@WAITS
+def test_a_failed_restore_changes_nothing() -> None:
+    state = _filled().state_dict()
+    query = torch.randn(1, 3, 1)
+    for name in state:
+        stream = _filled(5)
+        before = stream.query(query)
+        with pytest.raises((KeyError, ValueError)):
+            stream.load_state_dict({key: x for key, x in state.items() if key != name})
+        assert len(stream) == 5
+        assert torch.equal(stream.query(query), before)
+
+
+@pytest.mark.parametrize("wrong", ["negative count", "swapped ends"])
+@WAITS
+def test_a_state_that_cannot_be_is_refused(wrong: str) -> None:
+    state = _filled().state_dict()
+    if wrong == "negative count":
+        state["count"] = -state["count"]
+    else:
+        state["low"], state["high"] = state["high"], state["low"]
+    with pytest.raises(ValueError, match="state"):
+        boltzattn.StreamingAttention(1, 2).load_state_dict(state)

@@ -311,3 +311,16 @@ def test_merging_two_parts_by_lse_gives_the_whole(tensors: list[Tensor], at: flo
     size = value.abs().max().item()
     assert (merged - whole.out).abs().max() <= (2e-10 + 4 * ulp) * size
     assert (lse - whole.lse).abs().max() <= 2e-10 + 4 * ulp
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [2.0, 6.0, 20.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_constant_values(dtype: torch.dtype, temperature: float, value: float) -> None:
+    """A constant out is interpolated without error, but the weights are not: they need nodes."""
+    key = 0.01 * torch.randn(2, 14, 1, dtype=torch.float64)
+    key[:, 7] = 3.0
+    query = temperature / 3 * torch.tensor([1.0, 0.0, -1.0, 1.0], dtype=torch.float64)
+    values, grad_out = torch.full((2, 14, DV), value), torch.randn(2, 4, DV)
+    query = query[None, :, None].expand(2, 4, 1)
+    assert_attention(TRANSFORM, *(x.to(dtype) for x in (query, key, values, grad_out)))

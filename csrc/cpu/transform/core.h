@@ -108,7 +108,7 @@ struct KeyErrors {
   }
 };
 
-// Bound of the query-side error on a panel, absolute.
+// Bounds of the query-side error on a panel, absolute.
 struct QueryErrors {
   double row[kLastCoefficients * kMostNodes];
   double factor;
@@ -119,20 +119,21 @@ struct QueryErrors {
         row[k * kMostNodes + i] = decay_weight(layout, k, i);
   }
 
-  // f: [nodes][row_size]; scratch: [kLastCoefficients][row_size].
-  double of(const Layout& layout, const double* f, int64_t row_size, int64_t columns,
-            double* scratch) const {
+  // Of F, and of log Z behind it. f: [nodes][row_size]; scratch: [kLastCoefficients][row_size].
+  void of(const Layout& layout, const double* f, int64_t row_size, int64_t dv, double* scratch,
+          double& of_f, double& of_lse) const {
     gemm<double, false>(kLastCoefficients, row_size / kLanes<double>, layout.query.nodes,
                         {row, kMostNodes, 1}, f, row_size, scratch, row_size);
-    double largest = 0;
-    for (int k = 0; k < kLastCoefficients; ++k)
-      largest = larger_of(largest, largest_of(scratch + k * row_size, columns));
-    return factor * largest;
+    of_f = of_lse = 0;
+    for (int k = 0; k < kLastCoefficients; ++k) {
+      of_f = larger_of(of_f, factor * largest_of(scratch + k * row_size, dv));
+      of_lse = larger_of(of_lse, factor * ::fabs(scratch[k * row_size + dv]));
+    }
   }
 };
 
 struct Bounds {
-  double largest, query, key;  // largest |F|; bounds of the errors
+  double largest, query, lse, key;  // largest |F|; bounds of the errors
 };
 
 // Node values from the moments; with slopes for backward.
@@ -176,7 +177,7 @@ static Bounds run_core(Head<T>& head, bool slopes) {
         gemm<double, true>(p, vectors, count * q, left, m, row_size, slope, row_size);
       });
       Bounds& bound = bounds.data[panel];
-      bound = {0, 0, 0};
+      bound = {0, 0, 0, 0};
       for (int i = 0; i < p; ++i) {
         double* row = f + i * row_size;
         const double z = row[dv];
@@ -194,14 +195,15 @@ static Bounds run_core(Head<T>& head, bool slopes) {
         const double mean = derivative[dv];
         for (int64_t c = 0; c < dv; ++c) derivative[c] -= row[c] * mean;
       }
-      bound.query = query_errors.of(layout, f, row_size, dv, scratch.data);
+      query_errors.of(layout, f, row_size, dv, scratch.data, bound.query, bound.lse);
     }
   });
-  Bounds worst{0, 0, 0};
+  Bounds worst{0, 0, 0, 0};
   for (int panel = 0; panel < panels; ++panel) {
     const Bounds& bound = bounds.data[panel];
     worst.largest = bound.largest <= worst.largest ? worst.largest : bound.largest;
     worst.query = larger_of(worst.query, bound.query);
+    worst.lse = larger_of(worst.lse, bound.lse);
     worst.key = larger_of(worst.key, bound.key);
   }
   return worst;

@@ -74,7 +74,10 @@ static bool build(Head<T>& head, bool slopes) {
     Bounds bounds = run_core(head, slopes);
     if (!(bounds.largest <= kLargestSum)) return false;
     const double share = slopes ? kHopeShareSlopes : kHopeShare;
-    if (hopeful && bounds.query > rounding_of(dtype, product) * bounds.largest * share) {
+    // Gradients of values are those of weights, whatever the values: log Z must do, too, where F is
+    // smoother than it or constant.
+    const double allowed = rounding_of(dtype, product) * share;
+    if (hopeful && (bounds.query > allowed * bounds.largest || (slopes && bounds.lse > allowed))) {
       layout.query = make_layout(head.range, layout.query.nodes, layout.key.nodes, precision).query;
       bounds = run_core(head, slopes);
     }

@@ -50,8 +50,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     nothing = (lse_a == -math.inf) & (lse_b == -math.inf)
     lse_a, lse_b = (lse.masked_fill(nothing, 0.0) for lse in (lse_a, lse_b))
     lse = torch.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = (
-        (part - lse).exp().masked_fill(nothing, 0.0)[..., None] for part in (lse_a, lse_b)
-    )
+    # From the difference of the two, which is not rounded where it matters; exp(lse_a - lse) would
+    # have the rounding error of lse.
+    gap = lse_a - lse_b
+    weight_a, weight_b = (x.sigmoid().masked_fill(nothing, 0.0)[..., None] for x in (gap, -gap))
     out = weight_a.to(out_a.dtype) * out_a + weight_b.to(out_b.dtype) * out_b
     return out, lse.masked_fill(nothing, -math.inf)

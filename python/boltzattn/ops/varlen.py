@@ -187,7 +187,8 @@ class VarlenAttention(torch.autograd.Function):
 def _varlen_jvp(ctx: Any, *tangents: Any) -> Saved:
     results, problem, starts, choice = saved(ctx)
     moves = materialize(tangents[:3], problem.inputs)
-    found = Saved(*(x.new_zeros(x.shape) for x in results))
+    # Laid out as the results are: torch wants that of the tangent of a view.
+    found = Saved(*(torch.zeros_like(x) for x in results))
     for q, k in Sequences(problem, starts, choice).rows:
         cut = tuple(move[..., rows, :] for move, rows in zip(moves, (q, k, k), strict=True))
         one = tangent(results.rows(q), problem.rows(q, k), choice, cut)

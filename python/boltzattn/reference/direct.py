@@ -22,10 +22,19 @@ from boltzattn.problem import Gradients, OutputGradients, Problem, Saved, accumu
 SCORES_PER_BLOCK = 1 << 20
 
 
+def _columns(x: Tensor) -> Tensor:
+    """x transposed, for a product that sums every column in the same order.
+
+    With other strides, such as those of broadcast heads, torch multiplies the last few columns in
+    another way, and logits of equal keys would not be equal.
+    """
+    return x.contiguous().transpose(-1, -2)
+
+
 def scores(problem: Problem, rows: slice | None = None) -> Tensor:
     """Masked logits [*L, rows, n_k] of some query rows, or of all."""
     rows = slice(0, problem.query.shape[-2]) if rows is None else rows
-    logits = (problem.query[..., rows, :] * problem.scale) @ problem.key.transpose(-1, -2)
+    logits = (problem.query[..., rows, :] * problem.scale) @ _columns(problem.key)
     if problem.attn_mask is not None:
         mask = problem.attn_mask[..., rows, :]
         logits = (
@@ -192,12 +201,14 @@ def backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradient
         centred = grad_probability - mean
         if grads.lse is not None:
             centred = centred + grads.lse[..., rows, None].to(k.dtype)
+        # Scaled before the products, which may overflow where their scaled values do not.
         grad_logits = _hide(probability * centred, hidden)
         if k.shape[-2] > 0:
             grad_logits = _balanced(grad_logits, probability, grads.lse, rows)
+        grad_scaled = grad_logits * problem.scale
         kept, by_key = probability * factor, _transposed(hidden)
-        grad_query[..., rows, :] = _product(grad_logits, k, hidden) * problem.scale
-        grad_key += _product(grad_logits.transpose(-1, -2), q * problem.scale, by_key)
+        grad_query[..., rows, :] = _product(grad_scaled, k, hidden)
+        grad_key += _product(grad_scaled.transpose(-1, -2), q, by_key)
         grad_value += _product(kept.transpose(-1, -2), g, by_key)
     _, grad_key, grad_value, *_ = wide._replace(
         key=grad_key, value=grad_value
@@ -247,8 +258,7 @@ def double_backward(
     for rows, q, probability, _, factor, hidden in _blocks(wide):
         by_key = _transposed(hidden)
         g, to_q = grads.out[..., rows, :].to(work), to_query[..., rows, :]
-        slope = (to_q @ k.transpose(-1, -2) + q @ to_key.transpose(-1, -2)) * scale
-        slope = _hide(slope, hidden)
+        slope = _hide((to_q @ _columns(k) + q @ _columns(to_key)) * scale, hidden)
         lse_slope = (probability * slope).sum(-1, keepdim=True)
         slope = slope - lse_slope
         by_value = _hide((g @ v.transpose(-1, -2)) * factor, hidden)  # A
@@ -259,16 +269,15 @@ def double_backward(
         # What a weight contributes; a part common to the whole row moves no weight.
         worth = slope * by_value + _hide((g @ to_value.transpose(-1, -2)) * factor, hidden)
         worth = worth - (probability * worth).sum(-1, keepdim=True)
-        grad_logits = _hide(probability * worth, hidden)
-        grad_slope = _hide(probability * by_value, hidden)
+        grad_logits = _hide(probability * worth, hidden) * scale
+        grad_slope = _hide(probability * by_value, hidden) * scale
         kept = probability * factor
         moved = _hide(kept * slope, hidden)
         of_grad_out[..., rows, :] = _product(moved, v, hidden) + _product(kept, to_value, hidden)
-        of_query[..., rows, :] = (
-            _product(grad_logits, k, hidden) + _product(grad_slope, to_key, hidden)
-        ) * scale
-        of_key += _product(grad_logits.transpose(-1, -2), q * scale, by_key)
-        of_key += _product(grad_slope.transpose(-1, -2), to_q * scale, by_key)
+        of_query[..., rows, :] = _product(grad_logits, k, hidden)
+        of_query[..., rows, :] += _product(grad_slope, to_key, hidden)
+        of_key += _product(grad_logits.transpose(-1, -2), q, by_key)
+        of_key += _product(grad_slope.transpose(-1, -2), to_q, by_key)
         of_value += _product(moved.transpose(-1, -2), g, by_key)
     _, of_key, of_value, *_ = wide._replace(key=of_key, value=of_value).without_hidden_keys()
     dtype = problem.query.dtype

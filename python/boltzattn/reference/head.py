@@ -154,6 +154,8 @@ class Head:
         total, z, total_slope, z_slope = torch.cat(parts).split([dv, 1, dv, 1], 1)
         mean, mean_gap = total / z, z_slope / z
         slope = total_slope / z - mean * mean_gap
+        if self.span.s_min == self.span.s_max:  # F is constant; the nodes lie around the key
+            slope, mean_gap = torch.zeros_like(slope), torch.zeros_like(mean_gap)
         return Core((halves[0], halves[1]), mean, z, slope, mean_gap)
 
     def evaluate(self, core: Core) -> tuple[Tensor, Tensor]:

@@ -42,13 +42,14 @@ class _Head:
             kept = ~mask
         elif mask is not None:
             kept = mask == 0
-        kept = kept & (torch.arange(n_k, device=kept.device) < n_q)
-        self.at = kept.nonzero().squeeze(1)
+        seen = torch.arange(n_k, device=kept.device) < n_q
+        self.at = (kept & seen).nonzero().squeeze(1)
         self.t = problem.query[:, 0].double() * problem.scale
         self.s = problem.key[self.at, 0].double()
         self.v = problem.value[self.at].double()
-        bias = mask is not None and mask.dtype != torch.bool
-        plain = not bias or bool(((mask == 0) | (mask == -math.inf)).all())
+        plain = True
+        if mask is not None and mask.dtype != torch.bool:
+            plain = bool((kept | (mask == -math.inf)).all())
         finite = all(bool(x.isfinite().all()) for x in (self.t, self.s, self.v))
         self.served = plain and finite
         if not self.served:

@@ -1,0 +1,53 @@
+"""Whether the package serves a case as the error rule asks.
+
+The floor of the rule is 4 ulp of twice the magnitude (`fuzz.oracle`), that is 4 to 8 eps of
+|g| |v| |k| for a gradient: rounding query, key, value and the incoming gradient by half an eps
+each, and the weights by that of the lse they are computed from again, moves the result by as much.
+A certified method is held to its certificate. Products below the smallest normal number are rounded
+by as much as that one is, each of those that a sum has.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from errors import CERTIFIED, assert_accurate
+
+from fuzz.calls import eagers, ours
+from fuzz.cases import DTYPES, Case, build
+from fuzz.oracle import truth
+
+
+def check(case: Case) -> None:
+    """Raise AssertionError where the case is wrong, and whatever else the package raises."""
+    inputs = build(case)
+    actual = ours(case, inputs)
+    exact, magnitudes = truth(case, inputs)
+    info = torch.finfo(DTYPES[case.dtype])
+    certified = case.method != "direct" and DTYPES[case.dtype] in CERTIFIED
+    factor, least = 1.0 if certified else 2.0, info.smallest_normal * (case.dv + case.rank)
+    if case.kind == "merge":  # what is merged is as accurate as the lse of the parts
+        factor *= max(1.0, magnitudes["lse"])
+    sizes = {name: max(factor * size, least) for name, size in magnitudes.items()}
+    # A result that the dtype cannot hold is not judged.
+    judged = {name: x for name, x in actual.items() if magnitudes[name] < 0.25 * info.max}
+    if judged:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_accurate(
+                judged,
+                exact,
+                eagers(case, inputs),
+                magnitudes=sizes,
+                method="direct" if case.method == "direct" else "transform",
+            )
+    # Projections, tangents and second derivatives are torch's products, whose bits depend on
+    # the threads.
+    kernels_alone = case.backend == "cpu" and case.derivative in ("forward", "vjp")
+    if case.threads > 1 and kernels_alone and case.kind in ("attention", "varlen", "merge"):
+        one = ours(Case(**{**case.__dict__, "threads": 1}), inputs)
+        for name, x in actual.items():
+            assert torch.equal(x.nan_to_num(nan=7.0), one[name].nan_to_num(nan=7.0)), (
+                f"{name}: {case.threads} threads and one do not give the same bits"
+            )
