@@ -5,8 +5,7 @@ import errors
 import pytest
 import torch
 from boltzattn.dispatch import plan
-from boltzattn.ops import layer
-from boltzattn.problem import LayerProblem
+from boltzattn.problem import Choice
 
 
 def problem(dtype, lead=(2,), n=300, d=24, heads=3, dv=8, d_out=20, biased=True, seed=0):
@@ -28,8 +27,14 @@ def problem(dtype, lead=(2,), n=300, d=24, heads=3, dv=8, d_out=20, biased=True,
     return tensors
 
 
+def request(**facts):
+    """A layer on the CPU in fp32."""
+    others = {"projects_out": True, "is_causal": False, "adds_mask": False, "training": False}
+    return plan.LayerRequest("cpu", torch.float32, **{**others, **facts})
+
+
 def at_nodes(monkeypatch, wanted):
-    monkeypatch.setattr(plan, "projects_at_nodes", lambda *_: wanted)
+    monkeypatch.setattr(plan, "choose_layer", lambda *_: "nodes" if wanted else "first")
 
 
 def run(monkeypatch, nodes, tensors, heads, **options):
@@ -166,19 +171,21 @@ def test_compiles(monkeypatch):
         torch.testing.assert_close(t.grad, expected[name])
 
 
-def test_operators_are_sound():
-    t = problem(torch.float64, n=40)
-    numbers, extents = torch.ops.boltzattn.project(
-        t["x"], torch.cat((t["w_q"], t["w_k"])), None, "auto", "auto"
-    )
-    query, key = numbers.unsqueeze(-1).split(3, 1)
-    weight = t["w_o"].unflatten(1, (3, -1)).transpose(0, 1) @ t["w_v"].unflatten(0, (3, -1))
-    call = (query, key, t["x"], weight, None, t["b_o"], None, extents, 1.0, "auto", "cpu")
-    torch.library.opcheck(torch.ops.boltzattn.layer.default, call)
-    torch.library.opcheck(
-        torch.ops.boltzattn.project.default,
-        (t["x"].clone().requires_grad_(), t["w_q"], t["b_q"], "auto", "auto"),
-    )
+@pytest.mark.parametrize("nodes", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+def test_operators_are_sound(monkeypatch, keep, nodes):
+    at_nodes(monkeypatch, nodes)
+    t = {k: x.requires_grad_() for k, x in problem(torch.float64, n=40).items()}
+    b_in = torch.cat((t["b_q"], t["b_k"], t["b_v"])).detach().requires_grad_()
+    weights = t["x"], t["w_q"], t["w_k"], t["w_v"], t["w_o"], b_in, t["b_o"]
+    call = (*weights, None, 3, 1.0, False, "auto", "cpu", keep)
+    torch.library.opcheck(torch.ops.boltzattn.self_attention.default, call)
+    with torch.no_grad():
+        out, *kept = torch.ops.boltzattn.self_attention(*call)
+        torch.library.opcheck(
+            torch.ops.boltzattn.self_attention_backward.default,
+            (out, *kept, *call[:-1], True, False),
+        )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -187,7 +194,7 @@ def test_operators_are_sound():
 def test_projection_and_extents(dtype, n, d):
     g = torch.Generator().manual_seed(n + d)
     x, weight, bias = (torch.randn(*s, generator=g).to(dtype) for s in ((2, n, d), (3, d), (3,)))
-    numbers, extents = torch.ops.boltzattn.project(x, weight, bias, "auto", "auto")
+    numbers, extents = torch.ops.boltzattn.cpu_project(x, weight, bias)
     exact = (x.double() @ weight.double().mT + bias.double()).mT
     assert errors.largest(numbers.double() - exact) <= TOLERANCE[dtype] * errors.largest(exact)
     low, high = numbers.double().amin(-1), numbers.double().amax(-1)
@@ -202,16 +209,15 @@ def test_projection_and_extents(dtype, n, d):
 def test_projection_marks_what_is_not_finite():
     x = torch.ones(1, 70, 2)
     x[0, 69, 0] = torch.nan
-    _, extents = torch.ops.boltzattn.project(
-        x, torch.tensor([[1.0, 0.0], [1.0, 1.0]]), None, "auto", "auto"
-    )
+    weight = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    _, extents = torch.ops.boltzattn.cpu_project(x, weight, None)
     assert extents[0, :, 5].tolist() == [0.0, 0.0]
 
 
 def test_it_is_taken_where_it_pays():
     def taken(n, d, dv, heads=1):
-        shape = plan.LayerShape(1, heads, n, d, dv, d, True)
-        return plan.projects_at_nodes("cpu", torch.float32, *shape, "auto", "auto")
+        sizes = {"batch": 1, "num_heads": heads, "n": n, "rank": 1, "d": d, "dv": dv, "d_out": d}
+        return plan.choose_layer(request(**sizes), Choice("auto", "auto")) == "nodes"
 
     assert taken(65_536, 256, 256)
     assert taken(16_384, 512, 64, heads=8)
@@ -241,19 +247,3 @@ def test_a_third_derivative_is_refused(monkeypatch):
     (second,) = torch.autograd.grad(first.square().sum(), leaves["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated twice"):
         torch.autograd.grad(second.sum(), leaves["x"])
-
-
-def test_project_first_is_the_plain_layer(monkeypatch):
-    t = problem(torch.float64)
-    at_nodes(monkeypatch, False)
-    plain = boltzattn.self_attention(**t, num_heads=3)
-    query, key = (
-        (t["x"] @ t[w].mT + t[b]).mT.unsqueeze(-1) for w, b in (("w_q", "b_q"), ("w_k", "b_k"))
-    )
-    outward = t["w_o"].unflatten(1, (3, -1)).transpose(0, 1)
-    weight = outward @ t["w_v"].unflatten(0, (3, -1))
-    bias = (outward @ t["b_v"].unflatten(0, (3, -1))[..., None]).squeeze(-1)
-    ours = layer.project_first(
-        LayerProblem(query, key, t["x"], weight, bias, t["b_o"], None, None, 1.0)
-    )
-    torch.testing.assert_close(ours, plain)

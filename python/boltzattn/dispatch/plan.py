@@ -11,7 +11,7 @@ import torch
 from boltzattn.compose import causal
 from boltzattn.dispatch import backends
 from boltzattn.dispatch.backends import BACKENDS, METHODS, Request, operation_of
-from boltzattn.problem import Choice, unflatten
+from boltzattn.problem import Choice, SelfAttentionProblem
 
 
 class Plan(NamedTuple):
@@ -114,53 +114,86 @@ def choose(request: Request, choice: Choice) -> Plan:
     return Plan(method, taken.name, backends.kernels(taken.name, operation))
 
 
-class LayerShape(NamedTuple):
-    """The sizes of a self-attention layer of rank 1."""
+class LayerRequest(NamedTuple):
+    """The facts of a self-attention layer that decide how it is computed."""
 
+    device: str
+    dtype: torch.dtype
     batch: int
     num_heads: int
     n: int
+    rank: int
     d: int
     dv: int
     d_out: int
     projects_out: bool
+    is_causal: bool
+    adds_mask: bool  # a floating key_mask
+    training: bool  # backward follows
 
-    def request(self, device: str, dtype: torch.dtype) -> Request:
-        return Request(device, dtype, self.num_heads * self.batch, self.n, self.n, 1, self.dv)
+    @classmethod
+    def of(cls, problem: SelfAttentionProblem, training: bool) -> LayerRequest:
+        x, w_o, num_heads, mask = problem.x, problem.w_o, problem.num_heads, problem.key_mask
+        *lead, n, d = x.shape
+        width = problem.w_v.shape[0]
+        return cls(
+            x.device.type,
+            x.dtype,
+            math.prod(lead),
+            num_heads,
+            n,
+            problem.w_q.shape[0] // num_heads,
+            d,
+            width // num_heads,
+            width if w_o is None else w_o.shape[0],
+            w_o is not None,
+            problem.is_causal,
+            mask is not None and mask.dtype != torch.bool,
+            training,
+        )
 
-
-def projects_at_nodes(device: str, dtype: torch.dtype, *sizes_and_choice: Any) -> bool:
-    """Whether a self-attention layer is cheaper with its projections applied at the nodes.
-
-    Takes the fields of a LayerShape and of a Choice: torch.compile cannot pass tuples on here.
-    """
-    shape, choice = unflatten(sizes_and_choice, LayerShape, Choice)
-    return _projects_at_nodes(device, dtype, shape, choice)
-
-
-# What torch.compiler.assume_constant_result sets: sizes are constants of a trace, and so is this.
-# Its decorator would import the whole compiler, and Triton, with the package.
-projects_at_nodes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    def attention(self) -> Request:
+        """The attention of the projected tokens."""
+        return Request(
+            self.device,
+            self.dtype,
+            self.num_heads * self.batch,
+            self.n,
+            self.n,
+            self.rank,
+            self.dv,
+            self.is_causal,
+        )
 
 
 @lru_cache(maxsize=1024)
-def _projects_at_nodes(device: str, dtype: torch.dtype, shape: LayerShape, choice: Choice) -> bool:
-    request = shape.request(device, dtype)
+def choose_layer(request: LayerRequest, choice: Choice) -> str:
+    """The way to compute a self-attention layer, "first" or "nodes"; see `ops.layer`."""
+    return "nodes" if _projects_at_nodes(request, choice) else "first"
+
+
+def _projects_at_nodes(layer: LayerRequest, choice: Choice) -> bool:
+    """Whether the projections of value and output are cheaper at the nodes."""
+    if layer.rank != 1 or layer.is_causal or layer.adds_mask or layer.n * layer.batch == 0:
+        return False
+    if layer.num_heads > 1 and not layer.projects_out:  # the outputs of the heads do not add up
+        return False
+    request = layer.attention()
     if choose(request, choice).method != "transform":
         return False
     if not all(
         backends.can_serve(request, operation, choice.backend) for operation in ("layer", "project")
     ):
         return False
-    cost, dv, d, d_out = costs(device), shape.dv, shape.d, shape.d_out
-    outward = cost.product * dv if shape.projects_out else 0.0
+    cost, dv, d, d_out = costs(layer.device), layer.dv, layer.d, layer.d_out
+    outward = cost.product * dv if layer.projects_out else 0.0
     # The core meets the weight in every head; w_o w_v is formed once for the whole batch.
     fixed = d * d_out * request.heads * CORE_NODES * cost.core_product
-    fixed += d * d_out * shape.num_heads * outward
+    fixed += d * d_out * layer.num_heads * outward
     fixed += request.heads * cost.transform_head_column * (d_out - dv)
     at_nodes = cost.transform_token_column * (d + d_out)
     first = 2 * cost.transform_token_column * dv + cost.product * dv * d + outward * d_out
-    return fixed + request.heads * shape.n * at_nodes < request.heads * shape.n * first
+    return fixed + request.heads * layer.n * at_nodes < request.heads * layer.n * first
 
 
 def _why_not_taken(other: Choice, taken: Plan, asked: Choice) -> str:

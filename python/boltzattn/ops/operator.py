@@ -34,16 +34,31 @@ class Operator:
     """
 
     def __init__(
-        self, name: str, kinds: tuple[Any, ...], results: str, kernel: Callable, fake: Callable
+        self,
+        name: str,
+        kinds: tuple[Any, ...],
+        results: str,
+        kernel: Callable,
+        fake: Callable,
+        complete: Callable = lambda found, _: found,
     ) -> None:
-        """`kernel` and `fake` take tuples of these kinds."""
+        """`kernel` and `fake` take tuples of these kinds.
+
+        `complete(found, promised)` turns what the kernel found into what the fake promised, for
+        kernels that may leave a result out where the dispatcher is bypassed.
+        """
         self.kinds, self.kernel = kinds, kernel
         self.name = name
         self.function: Any = None
         self.eager_function: Any = None
         self.forward_mode_function: Any = None
         library.define(f"{name}({schema(*kinds)}) -> {results}")
-        library.impl(name, lambda *fields: kernel(*unflatten(fields, *kinds)), _KERNEL)
+
+        def registered(*fields: Any) -> Any:
+            tuples = unflatten(fields, *kinds)
+            return complete(kernel(*tuples), lambda: fake(*tuples))
+
+        library.impl(name, registered, _KERNEL)
         torch.library.register_fake(
             f"boltzattn::{name}", lambda *fields: fake(*unflatten(fields, *kinds)), lib=library
         )
