@@ -171,8 +171,8 @@ def test_compiles(monkeypatch):
         torch.testing.assert_close(t.grad, expected[name])
 
 
-@pytest.mark.parametrize("nodes", [True, False])
-@pytest.mark.parametrize("keep", [True, False])
+# At the nodes some of what is kept is not computed, so it cannot be compared.
+@pytest.mark.parametrize(("keep", "nodes"), [(True, False), (False, False), (False, True)])
 def test_operators_are_sound(monkeypatch, keep, nodes):
     at_nodes(monkeypatch, nodes)
     t = {k: x.requires_grad_() for k, x in problem(torch.float64, n=40).items()}

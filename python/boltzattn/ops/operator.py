@@ -58,6 +58,7 @@ class Operator:
             tuples = unflatten(fields, *kinds)
             return complete(kernel(*tuples), lambda: fake(*tuples))
 
+        self.registered = registered
         library.impl(name, registered, _KERNEL)
         torch.library.register_fake(
             f"boltzattn::{name}", lambda *fields: fake(*unflatten(fields, *kinds)), lib=library
@@ -93,12 +94,23 @@ class Operator:
 
         torch.library.register_vmap(f"boltzattn::{self.name}", rule, lib=library)
 
+    def loop_by_vmap(self, info: Any, in_dims: tuple, *fields: Any) -> tuple[Any, Any]:
+        """A rule for vmap: one call after the other."""
+        samples = [
+            self.overload(
+                *(x if dim is None else x.select(dim, i) for x, dim in zip(fields, in_dims))
+            )
+            for i in range(info.batch_size)
+        ]
+        found = tuple(torch.stack(results) for results in zip(*samples, strict=True))
+        return found, (0,) * len(found)
+
     def __call__(self, *tuples: Any) -> Any:
         fields = [x for one in tuples for x in one]
         if forward_mode_active():
             return self.forward_mode_function.apply(*fields)
         bypass = may_bypass_dispatcher(fields)
-        if needs_gradient(fields):
+        if needs_gradient(fields) and not torch.compiler.is_compiling():
             return (self.eager_function if bypass else self.function).apply(*fields)
         if bypass:
             with torch._C._AutoDispatchBelowAutograd():
@@ -109,7 +121,7 @@ class Operator:
         """The operator without its gradient: the `forward` of its autograd.Function."""
         if may_bypass_dispatcher(fields):
             with torch._C._AutoDispatchBelowAutograd():
-                return self.kernel(*unflatten(fields, *self.kinds))
+                return self.registered(*fields)
         return self.overload(*fields)
 
 

@@ -15,7 +15,7 @@ from boltzattn.dispatch import plan
 from boltzattn.dispatch.torch_modes import without_autocast
 from boltzattn.ops import layer
 from boltzattn.ops.attention import attend
-from boltzattn.ops.operator import Operator, save, saved
+from boltzattn.ops.operator import Operator, batched, library, save, saved
 from boltzattn.problem import (
     Choice,
     Keep,
@@ -34,7 +34,9 @@ def _forward(problem: SelfAttentionProblem, choice: Choice, keep: Keep) -> SelfA
     with without_autocast(request.device):
         way = plan.choose_layer(request, choice)
         results = layer.nodes_forward(problem, choice) if way == "nodes" else None
-        return layer.first_forward(problem, choice) if results is None else results
+        if results is None:
+            results = layer.first_forward(problem, choice)
+    return results if keep.keep else SelfAttentionResults(results.out, None, None, None, None)
 
 
 def _backward(
@@ -122,6 +124,16 @@ self_attention_backward = Operator(
 )
 
 
+def _vmap(info: Any, in_dims: tuple, *fields: Any) -> tuple[Any, Any]:
+    """x may have any number of leading dimensions; layers with other weights are other calls."""
+    of_x, *of_weights, of_mask = in_dims[:8]
+    if any(dim is not None for dim in of_weights):
+        return self_attention.loop_by_vmap(info, in_dims, *fields)
+    x, mask = batched(info, (of_x, of_mask), (fields[0], fields[7]))
+    found = self_attention.overload(x, *fields[1:7], mask, *fields[8:])
+    return found, (0, *(0 if fields[-1] else None for _ in found[1:]))
+
+
 class SelfAttention(torch.autograd.Function):
     """SelfAttentionResults, of which `out` is differentiable."""
 
@@ -159,6 +171,8 @@ class SelfAttention(torch.autograd.Function):
         grads = (grad_x, w_q, w_k, *rest)
         return *(g if need else None for g, need in zip(grads, needed, strict=True)), *others
 
+    vmap = staticmethod(_vmap)
+
 
 def compose(problem: SelfAttentionProblem, choice: Choice) -> Tensor:
     """The layer from operators of torch and `boltzattn::attention`, which see vmap and tangents."""
@@ -177,3 +191,7 @@ def _differentiable_backward(
 
 
 self_attention.differentiate_by(SelfAttention)
+torch.library.register_vmap("boltzattn::self_attention", _vmap, lib=library)
+torch.library.register_vmap(
+    "boltzattn::self_attention_backward", self_attention_backward.loop_by_vmap, lib=library
+)
