@@ -100,6 +100,7 @@ OPERATIONS = {
     "causal": Operation("the transform with `is_causal`", _transform_why_not),
     "varlen": Operation("all sequences of `attention_varlen` in one kernel"),
     "layer": Operation("`self_attention` projected at the nodes", _transform_why_not),
+    "small_layer": Operation("`self_attention` of few tokens in one kernel"),
     "project": Operation("rank-1 queries and keys of a layer in one pass"),
     "stages": Operation("the transform in stages, for `distributed`", _transform_why_not),
 }
@@ -214,6 +215,7 @@ BACKENDS: dict[str, Backend] = {
                 "causal": Implementation(native.cpu_causal),
                 "varlen": Implementation(native.cpu_varlen),
                 "layer": Implementation(native.cpu_layer),
+                "small_layer": Implementation(native.cpu_small_layer),
                 "project": Implementation(lambda: torch.ops.boltzattn.cpu_project),
                 "stages": Implementation(native.cpu_stages),
             },

@@ -67,6 +67,11 @@ def cpu_layer() -> LayerKernels:
     return LayerKernels(forward, backward)
 
 
+def cpu_small_layer() -> tuple[Callable, Callable]:
+    ops = torch.ops.boltzattn
+    return ops.cpu_small_layer_forward.default, ops.cpu_small_layer_backward.default
+
+
 def cpu_stages() -> Stages:
     ops = torch.ops.boltzattn
 

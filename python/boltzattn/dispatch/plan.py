@@ -168,8 +168,20 @@ class LayerRequest(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def choose_layer(request: LayerRequest, choice: Choice) -> str:
-    """The way to compute a self-attention layer, "first" or "nodes"; see `ops.layer`."""
-    return "nodes" if _projects_at_nodes(request, choice) else "first"
+    """The way to compute a layer, "first", "small" or "nodes"; see `ops.layer`."""
+    if _projects_at_nodes(request, choice):
+        return "nodes"
+    return "small" if _is_small(request, choice) else "first"
+
+
+def _is_small(layer: LayerRequest, choice: Choice) -> bool:
+    """Whether the kernel for few tokens takes less time than torch's products around attention."""
+    request = layer.attention()
+    if layer.n * layer.batch == 0 or choose(request, choice).method != "direct":
+        return False
+    if not backends.can_serve(request, "small_layer", choice.backend):
+        return False
+    return backends.select(request, "direct", choice.backend).name == "cpu"
 
 
 def _projects_at_nodes(layer: LayerRequest, choice: Choice) -> bool:

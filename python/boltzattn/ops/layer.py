@@ -129,6 +129,32 @@ def first_backward(
     return SelfAttentionGradients(grad_x, grad_qk, grad_v, grad_o, grad_in, grad_b_o)
 
 
+# ---- few tokens ----
+
+
+def _small_kernels(problem: SelfAttentionProblem, choice: Choice) -> tuple[Callable, Callable]:
+    request = plan.LayerRequest.of(problem, False).attention()
+    taken = backends.select(request, "small_layer", choice.backend)
+    return backends.kernels(taken.name, "small_layer")
+
+
+def small_forward(
+    problem: SelfAttentionProblem, choice: Choice, keep: bool
+) -> SelfAttentionResults:
+    return SelfAttentionResults._make(_small_kernels(problem, choice)[0](*problem, keep))
+
+
+def small_backward(
+    grad_out: Tensor,
+    saved: SelfAttentionSaved,
+    problem: SelfAttentionProblem,
+    choice: Choice,
+    wanted: Wanted,
+) -> SelfAttentionGradients:
+    run = _small_kernels(problem, choice)[1]
+    return SelfAttentionGradients._make(run(grad_out, *saved, *problem, *wanted))
+
+
 # ---- project at the nodes ----
 
 

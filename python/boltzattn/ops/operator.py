@@ -98,7 +98,10 @@ class Operator:
         """A rule for vmap: one call after the other."""
         samples = [
             self.overload(
-                *(x if dim is None else x.select(dim, i) for x, dim in zip(fields, in_dims))
+                *(
+                    x if dim is None else x.select(dim, i)
+                    for x, dim in zip(fields, in_dims, strict=True)
+                )
             )
             for i in range(info.batch_size)
         ]

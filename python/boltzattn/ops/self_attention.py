@@ -33,6 +33,8 @@ def _forward(problem: SelfAttentionProblem, choice: Choice, keep: Keep) -> SelfA
     request = plan.LayerRequest.of(problem, keep.keep)
     with without_autocast(request.device):
         way = plan.choose_layer(request, choice)
+        if way == "small":
+            return layer.small_forward(problem, choice, keep.keep)
         results = layer.nodes_forward(problem, choice) if way == "nodes" else None
         if results is None:
             results = layer.first_forward(problem, choice)
@@ -56,6 +58,8 @@ def _backward(
             if found is not None:
                 return found
             kept = _saved(layer.first_forward(problem, choice), problem)
+        if way == "small":
+            return layer.small_backward(grads.out, kept, problem, choice, wanted)
         return layer.first_backward(grads.out, kept, problem, choice, wanted)
 
 
