@@ -377,7 +377,7 @@ small_layer_backward(Tensor grad_out, Tensor query_key, Tensor value, Tensor hea
       std::vector<int64_t> sizes;
       if (rows != kNone) sizes.push_back(rows);
       sizes.push_back(columns);
-      grad = torch::stable::new_empty(x, std::move(sizes));
+      grad = new_tensor(x, sizes);
       return view("gradient", grad, rows, columns, Holds::kNumbers, 0);
     };
     g.grad_w_qk = gradient(grad_w_qk, 2 * numbers, layer.d);

@@ -21,11 +21,14 @@ struct Factor {
   }
   // Columns `first` and following are the rows of a matrix of `count` rows.
   void read_transposed(const Matrix& m, int64_t first, int64_t count) {
+    constexpr int64_t kDepth = 64;  // rows of a panel that stay in cache while they are filled
     for (int64_t row = 0; row < count;) {
       const int64_t at = first + row, lane = at % kPanelWidth<T>;
       const int64_t here = least(kPanelWidth<T> - lane, count - row);
-      read_block(m, 0, row, 0, here, panels.rows,
-                 data.data + panels.offset(at / kPanelWidth<T>) + lane, 1, kPanelWidth<T>);
+      T* to = data.data + panels.offset(at / kPanelWidth<T>) + lane;
+      for (int64_t k = 0; k < panels.rows; k += kDepth)
+        read_block(m, 0, row, k, here, least(kDepth, panels.rows - k), to + k * kPanelWidth<T>, 1,
+                   kPanelWidth<T>);
       row += here;
     }
   }

@@ -127,7 +127,9 @@ class SelfAttentionProblem(NamedTuple):
     is_causal: bool
 
     @property
-    def inputs(self) -> tuple[Tensor | None, ...]:
+    def inputs(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """What is differentiated: everything but the mask."""
         return self[:7]
 
@@ -155,6 +157,15 @@ class SelfAttentionSaved(NamedTuple):
     value: Tensor | None
     heads: Tensor | None
     lse: Tensor | None
+
+    def everything(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All of it, where every token was projected."""
+        query_key, value, heads, lse = self
+        assert query_key is not None
+        assert value is not None
+        assert heads is not None
+        assert lse is not None
+        return query_key, value, heads, lse
 
 
 class SelfAttentionOutputGradient(NamedTuple):
@@ -227,8 +238,8 @@ def schema(*kinds: Any) -> str:
         'Tensor grad_out, Tensor? grad_lse, str method, str backend'
     """
     prefix = {OutputGradients: "grad_", SelfAttentionOutputGradient: "grad_"}
-    types = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", str: "str"}
-    types[int] = "int"
+    types = {Tensor: "Tensor", Tensor | None: "Tensor?"}
+    types |= {kind: kind.__name__ for kind in (int, float, bool, str)}
     return ", ".join(
         f"{types[hint]} {prefix.get(kind, '')}{name}"
         for kind in kinds

@@ -1,4 +1,4 @@
-"""The ways to compute a self-attention layer: at the nodes and in one kernel, against projecting first."""
+"""Layers at the nodes and in one kernel, against projecting first."""
 
 import boltzattn
 import errors
@@ -6,7 +6,7 @@ import pytest
 import torch
 from boltzattn.dispatch import plan
 from boltzattn.problem import Choice
-from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 
 def problem(dtype, lead=(2,), n=300, d=24, heads=3, dv=8, d_out=20, biased=True, seed=0):
@@ -344,14 +344,9 @@ def test_the_fallback_of_the_nodes_is_what_the_caller_chose(monkeypatch):
 def test_a_compiled_layer_is_one_node_for_every_length():
     """Also across the lengths at which the way changes, forward and backward."""
     layer = boltzattn.nn.LowRankAttention(64, 1, batch_first=True)
-    graphs = []
-
-    def counted(graph, inputs):
-        graphs.append(graph)
-        return aot_eager(graph, inputs)
-
-    compiled = torch.compile(layer, fullgraph=True, backend=counted, dynamic=True)
-    taken = set()
+    counter = AotEagerAndRecordGraphs()
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    taken, graphs = set(), []
     for n in (300, 17, 64, 2000, 5000):
         facts = {"batch": 2, "num_heads": 1, "n": n, "rank": 1, "d": 64, "dv": 64, "d_out": 64}
         taken.add(plan.choose_layer(request(**facts, training=True), Choice("auto", "auto")))
@@ -361,9 +356,11 @@ def test_a_compiled_layer_is_one_node_for_every_length():
         (grad,) = torch.autograd.grad(out.square().sum(), x)
         (wanted,) = torch.autograd.grad(layer(x, x, x)[0].square().sum(), x)
         torch.testing.assert_close(grad, wanted, rtol=1e-3, atol=1e-4)
+        graphs.append(len(counter.graphs))
     assert len(taken) > 1
-    assert len(graphs) == 1
-    calls = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert graphs == graphs[:1] * len(graphs)
+    nodes = counter.graphs[-1].graph.nodes
+    calls = [node.target for node in nodes if node.op == "call_function"]
     assert calls.count(torch.ops.boltzattn.self_attention.default) == 1
 
 

@@ -32,11 +32,13 @@ class Costs(NamedTuple):
     transform_head_column: float
     transform_token: float  # a query or a key
     transform_token_column: float
+    layer_token_column: float  # at the nodes: a column of a token, of x or of the output
     product: float  # a multiply-add of torch's matrix products
     core_product: float  # a multiply-add of the core, in fp64
 
 
-# One core of an AMD EPYC (Zen 3), fp32, fitted to the medians that `make micro` prints.
+# One core of an AMD EPYC, fp32, fitted to the medians that `make micro` prints (Zen 3; the last
+# three, which only layers use, Zen 4).
 CPU = Costs(
     direct_pair=0.75,
     direct_pair_column=0.022,
@@ -45,8 +47,9 @@ CPU = Costs(
     transform_head_column=330.0,
     transform_token=16.0,
     transform_token_column=0.32,
-    product=0.031,
-    core_product=0.06,
+    layer_token_column=0.85,
+    product=0.025,
+    core_product=0.045,
 )
 # An A100 by its data sheet: modelled, not measured. A pair takes about 30 fp32 operations (19.5e12
 # a second), a column of it 3 tf32 products (156e12); a token moves 59 bytes and a column of it,
@@ -60,6 +63,7 @@ GPU = Costs(
     transform_head_column=3.0,
     transform_token=0.03,
     transform_token_column=1e-3,
+    layer_token_column=1e-3,
     product=1.3e-5,
     core_product=1e-4,
 )
@@ -67,6 +71,8 @@ GPU = Costs(
 # direct method it breaks even at about 1,800 tokens.
 REFERENCE_TRANSFORM_HEAD = 3e6
 CORE_NODES = 150  # on the key axis, at ordinary temperatures
+# Backward takes about this much longer at the nodes, relative to forward, than by projecting first.
+NODES_TRAINING = 1.3
 
 
 def costs(device: str) -> Costs:
@@ -203,9 +209,10 @@ def _projects_at_nodes(layer: LayerRequest, choice: Choice) -> bool:
     fixed = d * d_out * request.heads * CORE_NODES * cost.core_product
     fixed += d * d_out * layer.num_heads * outward
     fixed += request.heads * cost.transform_head_column * (d_out - dv)
-    at_nodes = cost.transform_token_column * (d + d_out)
-    first = 2 * cost.transform_token_column * dv + cost.product * dv * d + outward * d_out
-    return fixed + request.heads * layer.n * at_nodes < request.heads * layer.n * first
+    at_nodes = fixed + request.heads * layer.n * cost.layer_token_column * (d + d_out)
+    column = 2 * cost.transform_token_column + cost.product * d
+    first = request.heads * layer.n * (column * dv + outward * d_out)
+    return at_nodes * (NODES_TRAINING if layer.training else 1.0) < first
 
 
 def _why_not_taken(other: Choice, taken: Plan, asked: Choice) -> str:

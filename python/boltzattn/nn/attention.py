@@ -473,10 +473,12 @@ class LowRankAttention(nn.Module):
 
     def _projections(self) -> Projections:
         """The weights as one call of `attend_layer` takes them."""
-        out, w_q, b_in = self.out_proj, self.q_proj_weight, self.in_proj_bias
+        out = self.out_proj
+        w_q: Tensor = self.q_proj_weight
+        b_in: Tensor | None = self.in_proj_bias
         if self.log_temperature is not None:
             w_q, *biases = self._query_weight_and_biases()
-            b_in = None if b_in is None else torch.cat(biases)
+            b_in = None if b_in is None else torch.cat([b for b in biases if b is not None])
         return Projections(w_q, self.k_proj_weight, self.v_proj_weight, out.weight, b_in, out.bias)
 
     def _query_weight_and_biases(

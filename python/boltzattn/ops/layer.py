@@ -101,7 +101,7 @@ def first_backward(
     wanted: Wanted,
 ) -> SelfAttentionGradients:
     x, w_q, w_k, w_v, w_o, b_in, b_o = problem.inputs
-    query_key, value, heads, lse = saved
+    query_key, value, heads, lse = saved.everything()
     num_heads, d = problem.num_heads, x.shape[-1]
     attention = _attention(problem, query_key, value)
     grad_heads = grad_out if w_o is None else grad_out @ w_o
@@ -218,12 +218,12 @@ def nodes_forward(problem: SelfAttentionProblem, choice: Choice) -> SelfAttentio
 
 
 def nodes_backward(
-    grad_out: Tensor, saved: SelfAttentionSaved, problem: SelfAttentionProblem, choice: Choice
+    grad_out: Tensor, query_key: Tensor, problem: SelfAttentionProblem, choice: Choice
 ) -> SelfAttentionGradients | None:
     """None if the transform does not serve a head."""
     x, num_heads, dtype = problem.x, problem.num_heads, problem.x.dtype
     n = x.shape[-2]
-    numbers = saved.query_key.reshape(-1, n, 2 * num_heads).mT
+    numbers = query_key.reshape(-1, n, 2 * num_heads).mT
     nodes = _node_problem(problem, numbers, None)
     grad_out = grad_out.reshape(-1, n, grad_out.shape[-1])
     found = _node_kernels(problem, "layer", choice).backward(grad_out, nodes)
@@ -239,7 +239,7 @@ def nodes_backward(
     if outward is not None:
         grad_v = outward.mT @ grad_weight
         of_outward = grad_weight @ inward.mT
-        if of_bias is not None:
+        if of_bias is not None and inward_bias is not None:
             of_outward = of_outward + of_bias[..., None] @ inward_bias.mT
             of_bias = (outward.mT @ of_bias[..., None]).squeeze(-1)
         grad_o = of_outward.transpose(0, 1).flatten(1)

@@ -54,7 +54,8 @@ def _backward(
         if kept.query_key is None or kept.query_key.numel() == 0:
             kept = _saved(_forward(problem, choice, Keep(True)), problem)
         if way == "nodes":
-            found = layer.nodes_backward(grads.out, kept, problem, choice)
+            assert kept.query_key is not None
+            found = layer.nodes_backward(grads.out, kept.query_key, problem, choice)
             if found is not None:
                 return found
             kept = _saved(layer.first_forward(problem, choice), problem)
@@ -189,7 +190,7 @@ def _differentiable_backward(
     # Aliases: a tensor that is passed twice has two gradients.
     inputs = [None if x is None else x.view_as(x) for x in problem.inputs]
     asked = [x for x in inputs if x is not None and x.requires_grad]
-    out = compose(SelfAttentionProblem(*inputs, *problem[7:]), choice)
+    out = compose(SelfAttentionProblem._make((*inputs, *problem[7:])), choice)
     found = iter(torch.autograd.grad(out, asked, grad_out, create_graph=True))
     return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 
