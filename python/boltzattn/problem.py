@@ -238,7 +238,7 @@ def schema(*kinds: Any) -> str:
         'Tensor grad_out, Tensor? grad_lse, str method, str backend'
     """
     prefix = {OutputGradients: "grad_", SelfAttentionOutputGradient: "grad_"}
-    types = {Tensor: "Tensor", Tensor | None: "Tensor?"}
+    types: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?"}
     types |= {kind: kind.__name__ for kind in (int, float, bool, str)}
     return ", ".join(
         f"{types[hint]} {prefix.get(kind, '')}{name}"

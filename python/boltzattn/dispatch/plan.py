@@ -71,6 +71,9 @@ GPU = Costs(
 # direct method it breaks even at about 1,800 tokens.
 REFERENCE_TRANSFORM_HEAD = 3e6
 CORE_NODES = 150  # on the key axis, at ordinary temperatures
+# The kernel for few tokens packs the weights first. Above this many numbers they leave the cache, and
+# packing them takes as long as their products with this many tokens would.
+PACKED_WEIGHTS, PACKED_TOKENS = 200_000, 256
 # Backward takes about this much longer at the nodes, relative to forward, than by projecting first.
 NODES_TRAINING = 1.3
 
@@ -181,9 +184,12 @@ def choose_layer(request: LayerRequest, choice: Choice) -> str:
 
 
 def _is_small(layer: LayerRequest, choice: Choice) -> bool:
-    """Whether the kernel for few tokens takes less time than torch's products around attention."""
+    """Whether one kernel takes less time than attention between torch's products."""
     request = layer.attention()
     if layer.n * layer.batch == 0 or choose(request, choice).method != "direct":
+        return False
+    weights = layer.num_heads * layer.dv * (layer.d + layer.d_out)
+    if weights > PACKED_WEIGHTS and layer.n * layer.batch < PACKED_TOKENS:
         return False
     if not backends.can_serve(request, "small_layer", choice.backend):
         return False
