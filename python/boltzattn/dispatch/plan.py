@@ -71,8 +71,8 @@ GPU = Costs(
 # direct method it breaks even at about 1,800 tokens.
 REFERENCE_TRANSFORM_HEAD = 3e6
 CORE_NODES = 150  # on the key axis, at ordinary temperatures
-# The kernel for few tokens packs the weights first. Above this many numbers they leave the cache, and
-# packing them takes as long as their products with this many tokens would.
+# The kernel for few tokens packs the weights first. If they have more numbers than this, they leave
+# the cache, and torch's products are faster up to this many tokens.
 PACKED_WEIGHTS, PACKED_TOKENS = 200_000, 256
 # Backward takes about this much longer at the nodes, relative to forward, than by projecting first.
 NODES_TRAINING = 1.3
