@@ -183,6 +183,13 @@ def choose_layer(request: LayerRequest, choice: Choice) -> str:
     return "small" if _is_small(request, choice) else "first"
 
 
+@lru_cache(maxsize=1024)
+def layer_kernels(request: LayerRequest, operation: str, choice: Choice) -> Any:
+    """What computes "small_layer", "project" or "layer" for this layer."""
+    taken = backends.select(request.attention(), operation, choice.backend)
+    return backends.kernels(taken.name, operation)
+
+
 def _is_small(layer: LayerRequest, choice: Choice) -> bool:
     """Whether one kernel takes less time than attention between torch's products."""
     request = layer.attention()

@@ -12,14 +12,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boltzattn.dispatch import backends, plan
+from boltzattn.dispatch import plan
 from boltzattn.dispatch.backends import Request
+from boltzattn.dispatch.plan import LayerRequest
 from boltzattn.problem import (
     Choice,
     Kernels,
@@ -132,35 +132,26 @@ def first_backward(
 # ---- few tokens ----
 
 
-def _small_kernels(problem: SelfAttentionProblem, choice: Choice) -> tuple[Callable, Callable]:
-    request = plan.LayerRequest.of(problem, False).attention()
-    taken = backends.select(request, "small_layer", choice.backend)
-    return backends.kernels(taken.name, "small_layer")
-
-
 def small_forward(
-    problem: SelfAttentionProblem, choice: Choice, keep: bool
+    problem: SelfAttentionProblem, request: LayerRequest, choice: Choice, keep: bool
 ) -> SelfAttentionResults:
-    return SelfAttentionResults._make(_small_kernels(problem, choice)[0](*problem, keep))
+    run, _ = plan.layer_kernels(request, "small_layer", choice)
+    return SelfAttentionResults._make(run(*problem, keep))
 
 
 def small_backward(
     grad_out: Tensor,
     saved: SelfAttentionSaved,
     problem: SelfAttentionProblem,
+    request: LayerRequest,
     choice: Choice,
     wanted: Wanted,
 ) -> SelfAttentionGradients:
-    run = _small_kernels(problem, choice)[1]
+    _, run = plan.layer_kernels(request, "small_layer", choice)
     return SelfAttentionGradients._make(run(grad_out, *saved, *problem, *wanted))
 
 
 # ---- project at the nodes ----
-
-
-def _node_kernels(problem: SelfAttentionProblem, operation: str, choice: Choice) -> Any:
-    request = plan.LayerRequest.of(problem, False).attention()
-    return backends.kernels(backends.select(request, operation, choice.backend).name, operation)
 
 
 def _outward(problem: SelfAttentionProblem) -> Tensor | None:
@@ -200,15 +191,17 @@ def _node_problem(
     )
 
 
-def nodes_forward(problem: SelfAttentionProblem, choice: Choice) -> SelfAttentionResults | None:
+def nodes_forward(
+    problem: SelfAttentionProblem, request: LayerRequest, choice: Choice
+) -> SelfAttentionResults | None:
     """None if the transform does not serve a head."""
     x, num_heads = problem.x, problem.num_heads
     n, d = x.shape[-2:]
     bias = None if problem.b_in is None else problem.b_in[: 2 * num_heads]
-    project = _node_kernels(problem, "project", choice)
+    project = plan.layer_kernels(request, "project", choice)
     weight = torch.cat((problem.w_q, problem.w_k))
     numbers, extents = project(x.reshape(-1, n, d), weight, bias)
-    layer = _node_kernels(problem, "layer", choice)
+    layer = plan.layer_kernels(request, "layer", choice)
     out = layer.forward(_node_problem(problem, numbers, extents))
     if out is None:
         return None
@@ -218,7 +211,11 @@ def nodes_forward(problem: SelfAttentionProblem, choice: Choice) -> SelfAttentio
 
 
 def nodes_backward(
-    grad_out: Tensor, query_key: Tensor, problem: SelfAttentionProblem, choice: Choice
+    grad_out: Tensor,
+    query_key: Tensor,
+    problem: SelfAttentionProblem,
+    request: LayerRequest,
+    choice: Choice,
 ) -> SelfAttentionGradients | None:
     """None if the transform does not serve a head."""
     x, num_heads, dtype = problem.x, problem.num_heads, problem.x.dtype
@@ -226,7 +223,7 @@ def nodes_backward(
     numbers = query_key.reshape(-1, n, 2 * num_heads).mT
     nodes = _node_problem(problem, numbers, None)
     grad_out = grad_out.reshape(-1, n, grad_out.shape[-1])
-    found = _node_kernels(problem, "layer", choice).backward(grad_out, nodes)
+    found = plan.layer_kernels(request, "layer", choice).backward(grad_out, nodes)
     if found is None:
         return None
     of_query, of_key, grad_x, grad_weight = (part.to(dtype) for part in found)

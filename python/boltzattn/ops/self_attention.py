@@ -34,8 +34,8 @@ def _forward(problem: SelfAttentionProblem, choice: Choice, keep: Keep) -> SelfA
     with without_autocast(request.device):
         way = plan.choose_layer(request, choice)
         if way == "small":
-            return layer.small_forward(problem, choice, keep.keep)
-        results = layer.nodes_forward(problem, choice) if way == "nodes" else None
+            return layer.small_forward(problem, request, choice, keep.keep)
+        results = layer.nodes_forward(problem, request, choice) if way == "nodes" else None
         if results is None:
             results = layer.first_forward(problem, choice)
     return results if keep.keep else SelfAttentionResults(results.out, None, None, None, None)
@@ -55,12 +55,12 @@ def _backward(
             kept = _saved(_forward(problem, choice, Keep(True)), problem)
         if way == "nodes":
             assert kept.query_key is not None
-            found = layer.nodes_backward(grads.out, kept.query_key, problem, choice)
+            found = layer.nodes_backward(grads.out, kept.query_key, problem, request, choice)
             if found is not None:
                 return found
             kept = _saved(layer.first_forward(problem, choice), problem)
         if way == "small":
-            return layer.small_backward(grads.out, kept, problem, choice, wanted)
+            return layer.small_backward(grads.out, kept, problem, request, choice, wanted)
         return layer.first_backward(grads.out, kept, problem, choice, wanted)
 
 
