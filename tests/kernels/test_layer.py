@@ -238,6 +238,30 @@ def test_it_is_taken_where_it_pays():
     assert not taken(65_536, 256, 2)
 
 
+def test_few_tokens_take_one_kernel():
+    def way(n, d, choice=("auto", "auto"), **facts):
+        sizes = {"num_heads": 4, "n": n, "rank": 1, "d": d, "dv": d // 4, "d_out": d}
+        return plan.choose_layer(request(**{"batch": 1, **sizes, **facts}), Choice(*choice))
+
+    assert way(16, 64) == "small"
+    assert way(16, 64, rank=3, is_causal=True, adds_mask=True, projects_out=False) == "small"
+    assert way(64, 512, batch=8) == "small"
+    assert way(16, 512) == "first"  # packing its weights would take longer than its products
+    assert way(4000, 64, rank=3, is_causal=True) == "small"
+    assert way(16, 64, ("auto", "reference")) == "first"
+    assert way(16, 64, ("transform", "auto")) != "small"
+    assert way(16, 64, batch=0) == "first"
+
+
+def test_backward_makes_the_nodes_dearer():
+    facts = {"batch": 1, "num_heads": 1, "n": 512, "rank": 1, "d": 512, "dv": 512, "d_out": 512}
+    ways = [
+        plan.choose_layer(request(**facts, training=training), Choice("auto", "auto"))
+        for training in (False, True)
+    ]
+    assert ways == ["nodes", "first"]
+
+
 @pytest.mark.parametrize("way", ["nodes", "small", "first"])
 def test_double_backward_is_that_of_plain_torch(monkeypatch, way):
     tensors = problem(torch.float64, n=80)

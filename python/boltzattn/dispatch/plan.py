@@ -74,6 +74,8 @@ CORE_NODES = 150  # on the key axis, at ordinary temperatures
 # The kernel for few tokens packs the weights first. If they have more numbers than this, they leave
 # the cache, and torch's products are faster up to this many tokens.
 PACKED_WEIGHTS, PACKED_TOKENS = 200_000, 256
+# It computes in fp32; where the machine has products of bf16, torch is faster above this many.
+BFLOAT16_PRODUCTS = 10_000_000
 # Backward takes about this much longer at the nodes, relative to forward, than by projecting first.
 NODES_TRAINING = 1.3
 
@@ -193,14 +195,17 @@ def layer_kernels(request: LayerRequest, operation: str, choice: Choice) -> Any:
 def _is_small(layer: LayerRequest, choice: Choice) -> bool:
     """Whether one kernel takes less time than attention between torch's products."""
     request = layer.attention()
-    if layer.n * layer.batch == 0 or choose(request, choice).method != "direct":
+    taken = choose(request, choice)
+    if taken.method != "direct" or backends.why_not(request, "small_layer", taken.backend):
         return False
-    weights = layer.num_heads * layer.dv * (layer.d + layer.d_out)
-    if weights > PACKED_WEIGHTS and layer.n * layer.batch < PACKED_TOKENS:
+    weights, tokens = layer.num_heads * layer.dv * (layer.d + layer.d_out), layer.n * layer.batch
+    if tokens == 0:
         return False
-    if not backends.can_serve(request, "small_layer", choice.backend):
+    if weights > PACKED_WEIGHTS and tokens < PACKED_TOKENS:
         return False
-    return backends.select(request, "direct", choice.backend).name == "cpu"
+    if layer.dtype == torch.bfloat16 and weights * tokens > BFLOAT16_PRODUCTS:
+        return not torch.cpu._is_avx512_bf16_supported()
+    return True
 
 
 def _projects_at_nodes(layer: LayerRequest, choice: Choice) -> bool:
