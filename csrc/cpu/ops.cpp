@@ -305,6 +305,7 @@ SmallLayer describe_small_layer(Views& view, BOLTZATTN_SELF_ATTENTION_PARAMETERS
   layer.rank = numbers / num_heads;
   layer.dv = width / num_heads;
   layer.d_out = w_o ? size_from_last("w_o", *w_o, 1) : width;
+  STD_TORCH_CHECK(layer.d_out > 0, "boltzattn: w_o must not be empty");
   layer.scale = scale;
   layer.is_causal = is_causal;
   const auto weight = [&](const char* name, const OptionalTensor& w, int64_t rows,

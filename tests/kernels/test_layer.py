@@ -17,9 +17,9 @@ def problem(dtype, lead=(2,), n=300, d=24, heads=3, dv=8, d_out=20, biased=True,
 
     tensors = {
         "x": draw(*lead, n, d),
-        "w_q": draw(heads, d, size=d**-0.5),
-        "w_k": draw(heads, d, size=2 * d**-0.5),
-        "w_v": draw(heads * dv, d, size=d**-0.5),
+        "w_q": draw(heads, d, size=max(d, 1) ** -0.5),
+        "w_k": draw(heads, d, size=2 * max(d, 1) ** -0.5),
+        "w_v": draw(heads * dv, d, size=max(d, 1) ** -0.5),
         "w_o": draw(d_out, heads * dv, size=(heads * dv) ** -0.5),
     }
     if biased:
@@ -337,13 +337,16 @@ def test_only_what_is_asked_for_has_a_gradient(monkeypatch, way, frozen):
             torch.testing.assert_close(leaf.grad, exact[name])
 
 
-@pytest.mark.parametrize("lead", [(0,), (2,), (2, 0)])
-@pytest.mark.parametrize("n", [0, 4])
-def test_empty_layers(lead, n):
-    tensors = problem(torch.float32, lead=lead, n=n, d=6, heads=2, dv=3, d_out=5)
+@pytest.mark.parametrize(
+    "size",
+    [{"lead": (0,)}, {"lead": (2, 0)}, {"n": 0}, {"d_out": 0}, {"d": 0}],
+    ids=lambda size: str(*size),
+)
+def test_empty_layers(size):
+    tensors = problem(torch.float32, **{"n": 4, "d": 6, "heads": 2, "dv": 3, "d_out": 5, **size})
     leaves = {k: t.requires_grad_() for k, t in tensors.items()}
     out = boltzattn.self_attention(**leaves, num_heads=2)
-    assert out.shape == (*lead, n, 5)
+    assert out.shape == (*leaves["x"].shape[:-1], size.get("d_out", 5))
     out.sum().backward()
     if out.numel() == 0:
         assert all(not t.grad.any() for t in leaves.values())

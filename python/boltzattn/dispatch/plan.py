@@ -180,6 +180,8 @@ class LayerRequest(NamedTuple):
 @lru_cache(maxsize=1024)
 def choose_layer(request: LayerRequest, choice: Choice) -> str:
     """The way to compute a layer, "first", "small" or "nodes"; see `ops.layer`."""
+    if 0 in (request.batch, request.n, request.d, request.d_out):
+        return "first"
     if _projects_at_nodes(request, choice):
         return "nodes"
     return "small" if _is_small(request, choice) else "first"
@@ -199,8 +201,6 @@ def _is_small(layer: LayerRequest, choice: Choice) -> bool:
     if taken.method != "direct" or backends.why_not(request, "small_layer", taken.backend):
         return False
     weights, tokens = layer.num_heads * layer.dv * (layer.d + layer.d_out), layer.n * layer.batch
-    if tokens == 0:
-        return False
     if weights > PACKED_WEIGHTS and tokens < PACKED_TOKENS:
         return False
     if layer.dtype == torch.bfloat16 and weights * tokens > BFLOAT16_PRODUCTS:
@@ -210,7 +210,7 @@ def _is_small(layer: LayerRequest, choice: Choice) -> bool:
 
 def _projects_at_nodes(layer: LayerRequest, choice: Choice) -> bool:
     """Whether the projections of value and output are cheaper at the nodes."""
-    if layer.rank != 1 or layer.is_causal or layer.adds_mask or layer.n * layer.batch == 0:
+    if layer.rank != 1 or layer.is_causal or layer.adds_mask:
         return False
     if layer.num_heads > 1 and not layer.projects_out:  # the outputs of the heads do not add up
         return False

@@ -102,7 +102,7 @@ def first_backward(
 ) -> SelfAttentionGradients:
     x, w_q, w_k, w_v, w_o, b_in, b_o = problem.inputs
     query_key, value, heads, lse = saved.everything()
-    num_heads, d = problem.num_heads, x.shape[-1]
+    num_heads = problem.num_heads
     attention = _attention(problem, query_key, value)
     grad_heads = grad_out if w_o is None else grad_out @ w_o
     parts = _attention_kernels(attention, choice).backward(
@@ -110,21 +110,19 @@ def first_backward(
         Saved(_heads_of(heads, num_heads), lse.contiguous()),
         attention,
     )
-    of_query, of_key, of_value = (
-        _rows_of(part).reshape(-1, len(w)) for part, w in zip(parts, (w_q, w_k, w_v), strict=True)
-    )
+    of_query, of_key, of_value = (_rows_of(part).flatten(0, -2) for part in parts)
     of_query_key = torch.cat((of_query, of_key), -1)
     grad_x = grad_qk = grad_v = grad_o = grad_in = grad_b_o = None
     if wanted.want_x:
         grad_x = (of_value @ w_v).addmm_(of_query_key, torch.cat((w_q, w_k))).view(x.shape)
     if wanted.want_weights:
-        tokens = x.reshape(-1, d)
+        tokens = x.flatten(0, -2)
         grad_qk, grad_v = of_query_key.mT @ tokens, of_value.mT @ tokens
         if b_in is not None:
             grad_in = torch.cat((of_query_key.sum(0), of_value.sum(0)))
         if w_o is not None:
-            incoming = grad_out.reshape(-1, w_o.shape[0])
-            grad_o = incoming.mT @ heads.reshape(-1, len(w_v))
+            incoming = grad_out.flatten(0, -2)
+            grad_o = incoming.mT @ heads.flatten(0, -2)
             grad_b_o = None if b_o is None else incoming.sum(0)
     return SelfAttentionGradients(grad_x, grad_qk, grad_v, grad_o, grad_in, grad_b_o)
 
