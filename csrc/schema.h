@@ -8,6 +8,9 @@
 #define BOLTZATTN_LAYER                                                          \
   "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? weight_bias, " \
   "Tensor? out_bias, Tensor? key_mask, Tensor? extents, float scale"
+#define BOLTZATTN_SELF_ATTENTION                                                           \
+  "Tensor x, Tensor w_q, Tensor w_k, Tensor w_v, Tensor? w_o, Tensor? b_in, Tensor? b_o, " \
+  "Tensor? key_mask, int num_heads, float scale, bool is_causal"
 #define BOLTZATTN_SAVED "Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, "
 
 #define BOLTZATTN_FORWARD "(" BOLTZATTN_PROBLEM ") -> (Tensor, Tensor)"
@@ -26,3 +29,8 @@
       OptionalTensor out_bias, OptionalTensor key_mask, OptionalTensor extents, double scale
 #define BOLTZATTN_LAYER_ARGUMENTS \
   query, key, value, weight, weight_bias, out_bias, key_mask, extents, scale
+#define BOLTZATTN_SELF_ATTENTION_PARAMETERS                                              \
+  Tensor x, Tensor w_q, Tensor w_k, Tensor w_v, OptionalTensor w_o, OptionalTensor b_in, \
+      OptionalTensor b_o, OptionalTensor key_mask, int64_t num_heads, double scale, bool is_causal
+#define BOLTZATTN_SELF_ATTENTION_ARGUMENTS \
+  x, w_q, w_k, w_v, w_o, b_in, b_o, key_mask, num_heads, scale, is_causal

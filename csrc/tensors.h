@@ -62,6 +62,25 @@ inline int64_t size_from_last(const char* name, const Tensor& x, int64_t back) {
   return x.size(x.dim() - 1 - back);
 }
 
+// A new contiguous tensor on the device of another. torch::stable::new_empty does the same by two
+// trips through the dispatcher, which small calls would notice.
+inline Tensor new_tensor(const Tensor& like, const std::vector<int64_t>& shape,
+                         std::optional<ScalarType> dtype = {}) {
+  int32_t type, device, index;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  if (dtype) type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*dtype));
+  std::vector<int64_t> strides(shape.size());
+  int64_t stride = 1;
+  for (size_t d = shape.size(); d-- > 0; stride *= std::max<int64_t>(shape[d], 1))
+    strides[d] = stride;
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      int64_t(shape.size()), shape.data(), strides.data(), type, device, index, &made));
+  return Tensor(made);
+}
+
 // What a tensor must hold.
 enum class Holds { kNumbers, kMask, kFloat64, kInt64, kBool };  // kNumbers: same dtype as the first
 constexpr int64_t kNone = -1;                                   // no such dimension
@@ -149,10 +168,10 @@ class Arguments {
   Tensor result(std::initializer_list<int64_t> inner, std::optional<ScalarType> dtype = {}) const {
     std::vector<int64_t> shape = lead_;
     shape.insert(shape.end(), inner);
-    return torch::stable::new_empty(first_, std::move(shape), dtype);
+    return new_tensor(first_, shape, dtype);
   }
-  Tensor doubles(std::vector<int64_t> shape) const {
-    return torch::stable::new_empty(first_, std::move(shape), ScalarType::Double);
+  Tensor doubles(const std::vector<int64_t>& shape) const {
+    return new_tensor(first_, shape, ScalarType::Double);
   }
 
  private:

@@ -3,6 +3,7 @@
 import boltzattn
 import pytest
 import torch
+from boltzattn.nn import LowRankAttention
 
 
 def layer(heads: int, dim: int, n: int, rank: int, grad: bool):
@@ -29,6 +30,27 @@ def test_backward(benchmark, heads, rank):
     out = call()
     grad_out = torch.randn_like(out)
     benchmark(lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True))
+
+
+@pytest.mark.parametrize("passes", ["forward", "both"])
+@pytest.mark.parametrize("kind", ["LowRankAttention", "MultiheadAttention"])
+@pytest.mark.parametrize(
+    ("batch", "n", "dim", "heads"), [(1, 16, 64, 4), (8, 64, 192, 3), (64, 256, 192, 3)]
+)
+def test_module(benchmark, batch, n, dim, heads, kind, passes):
+    """The layer that people swap in, against the one they swap out."""
+    benchmark.group = f"module, batch {batch}, n {n}, dim {dim}, {heads} heads, {passes}"
+    x = torch.randn(batch, n, dim, requires_grad=passes == "both")
+    build = LowRankAttention if kind == "LowRankAttention" else torch.nn.MultiheadAttention
+    module = build(dim, heads, batch_first=True).requires_grad_(passes == "both")
+    grad_out = torch.randn(batch, n, dim)
+
+    def call():
+        out, _ = module(x, x, x, need_weights=False)
+        if passes == "both":
+            out.backward(grad_out)
+
+    benchmark(call)
 
 
 @pytest.mark.benchmark(group="project: q and k of one head from x")

@@ -17,11 +17,15 @@ BOLTZATTN_INLINE int64_t width_of(int64_t keys) {
   return round_up(keys, kPanelWidth<T>);
 }
 
-// q[rows][rank], such that scores are in units of ln 2.
+// Logits that are exact must stay so: they may be ties.
+template <class T>
+using RowSoftmax = OnlineSoftmax<T, false>;
+
+// q[rows][rank], scaled.
 template <class T>
 static void read_queries(const Attention& call, int64_t h, int64_t first, int64_t rows, T* q) {
   read_block(call.query, h, first, 0, rows, call.rank, q, call.rank, 1);
-  for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale * kLog2e);
+  for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale);
 }
 // k[rank][kKeyBlock]
 template <class T>
@@ -65,21 +69,6 @@ static void add_bool_mask(const uint8_t* mask, int64_t stride, int64_t count, bo
     to[j] = (mask[j * stride] != 0) == allowed ? to[j] : T(-INFINITY);
 }
 
-// An additive mask in units of ln 2. The lowest finite number stays finite, because a row that
-// contains only this number still attends to all keys. Loops without a branch run in vectors.
-template <class T>
-static void scale_biases(T* bias, int64_t count, T* clamped) {
-  int overflows = 0;
-  for (int64_t j = 0; j < count; ++j)
-    overflows |= (bias[j] * T(kLog2e) == T(-INFINITY)) & (bias[j] != T(-INFINITY));
-  for (int64_t j = 0; overflows && j < count; ++j)
-    if (bias[j] != T(-INFINITY) && bias[j] * T(kLog2e) == T(-INFINITY)) *clamped = bias[j];
-  for (int64_t j = 0; j < count; ++j) {
-    const T x = bias[j], scaled = x * T(kLog2e);
-    bias[j] = scaled == T(-INFINITY) && x != T(-INFINITY) ? OnlineSoftmax<T>::kLowest : scaled;
-  }
-}
-
 // A logit that a mask hides is -inf, whatever its key holds.
 template <class T>
 BOLTZATTN_INLINE T add_bias(T score, T bias) {
@@ -95,9 +84,8 @@ template <class T>
 struct TileMask {
   const Attention& call;
   int64_t h;
-  T* key_bias;                            // [kKeyBlock]
-  T* row_bias;                            // [kKeyBlock]
-  T clamped = OnlineSoftmax<T>::kLowest;  // the bias before it was clamped
+  T* key_bias;  // [kKeyBlock]
+  T* row_bias;  // [kKeyBlock]
 
   void start_keys(int64_t first_key, int64_t keys) {
     const Matrix& m = call.key_mask;
@@ -108,7 +96,6 @@ struct TileMask {
                     m.column, keys, false, key_bias);
     } else {
       read_block(m, h, 0, first_key, 1, keys, key_bias, 0, 1);
-      scale_biases(key_bias, keys, &clamped);
     }
   }
 
@@ -123,7 +110,6 @@ struct TileMask {
         add_bool_mask(static_cast<const uint8_t*>(m.data) + at, m.column, keys, true, row);
       } else if (m) {
         read_block(m, h, first_row + i, first_key, 1, keys, row_bias, 0, 1);
-        scale_biases(row_bias, keys, &clamped);
         for (int64_t j = 0; j < keys; ++j) row[j] = add_bias(row[j], row_bias[j]);
       }
       if (call.is_causal)
@@ -200,13 +186,13 @@ BOLTZATTN_INLINE T top_of_row(const T* row, int64_t width) {
 
 // scores -> unnormalised weights, in place.
 template <class T>
-BOLTZATTN_INLINE void weigh_row(OnlineSoftmax<T>& state, T* row, int64_t width) {
+BOLTZATTN_INLINE void weigh_row(RowSoftmax<T>& state, T* row, int64_t width) {
   constexpr int L = kLanes<T>;
   const T reference = state.reference();
   Vec<T> sum{};
 #pragma GCC unroll 4
   for (int64_t j = 0; j < width; j += L) {
-    const Vec<T> weight = exp2_of(load(row + j) - reference);
+    const Vec<T> weight = exp2_of((load(row + j) - reference) * T(kLog2e));
     store(row + j, weight);
     sum += weight;
   }
@@ -222,14 +208,14 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
   Scratch scratch(int64_t(sizeof(T)) * (round_up(rows, kTileRows) * call.rank +
                                         kKeyBlock * (call.rank + kRowBlock + 2) +
                                         value_tile.size() + sums.size()) +
-                      rows * int64_t(sizeof(OnlineSoftmax<T>)),
+                      rows * int64_t(sizeof(RowSoftmax<T>)),
                   8);
   T* q = scratch.take<T>(round_up(rows, kTileRows) * call.rank);
   T* k = scratch.take<T>(call.rank * kKeyBlock);
   T* v = scratch.take<T>(value_tile.size());
   T* scores = scratch.take<T>(kRowBlock * kKeyBlock);
   T* sum = scratch.take<T>(sums.size());
-  auto* state = scratch.take<OnlineSoftmax<T>>(rows);
+  auto* state = scratch.take<RowSoftmax<T>>(rows);
   TileMask<T> mask{call, h, scratch.take<T>(kKeyBlock), scratch.take<T>(kKeyBlock)};
   const Dropout dropout(call, h);
   const ScoreTile<T> score = score_tile_for<T>(call.rank);
@@ -280,7 +266,7 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
   }
 
   for (int64_t i = 0; i < rows; ++i) {
-    lse_of(call, h)[first_row + i] = state[i].lse(mask.clamped);
+    lse_of(call, h)[first_row + i] = state[i].lse();
     sums.multiply_row(sum, i, state[i].normaliser());
   }
   sums.write(sum, rows, call.out, h, first_row);

@@ -57,7 +57,7 @@ template <class T>
 constexpr T kRoom = sizeof(T) == 8 ? T(1.3407807929942597e154) : T(1.8446744073709552e19);
 
 // What is known of a row before its gradients are summed. Its weights are rebuilt as
-// 2^(score - high - low). The maximum and the sum of the row are found again, by the same
+// exp(score - high - low). The maximum and the sum of the row are found again, by the same
 // operations as in forward: an lse, even in fp64, has lost the digits that weights of large logits
 // need.
 template <class T>
@@ -73,12 +73,12 @@ static void find_norms(const Attention& call, int64_t h, int64_t first, int64_t 
                        RowState<T>* found) {
   Scratch scratch(
       int64_t(sizeof(T)) * (kRowBlock * call.rank + kKeyBlock * (call.rank + kRowBlock + 2)) +
-          kRowBlock * int64_t(sizeof(OnlineSoftmax<T>)),
+          kRowBlock * int64_t(sizeof(RowSoftmax<T>)),
       6);
   T* q = scratch.take<T>(kRowBlock * call.rank);
   T* k = scratch.take<T>(call.rank * kKeyBlock);
   T* scores = scratch.take<T>(kRowBlock * kKeyBlock);
-  auto* state = scratch.take<OnlineSoftmax<T>>(kRowBlock);
+  auto* state = scratch.take<RowSoftmax<T>>(kRowBlock);
   TileMask<T> mask{call, h, scratch.take<T>(kKeyBlock), scratch.take<T>(kKeyBlock)};
   const ScoreTile<T> score = score_tile_for<T>(call.rank);
   read_queries(call, h, first, rows, q);
@@ -100,7 +100,7 @@ static void find_norms(const Attention& call, int64_t h, int64_t first, int64_t 
   }
   for (int64_t i = 0; i < rows; ++i) {
     found[i].high = state[i].reference();
-    found[i].low = state[i].sum == 0 ? T(0) : T(::log2(state[i].sum));
+    found[i].low = state[i].sum == 0 ? T(0) : T(::log(state[i].sum));
     found[i].odd = mask.hides_pairs(first, 0, call.n_k) &&
                    !(all_finite(q + i * call.rank, call.rank) && all_finite(&found[i].high, 1) &&
                      all_finite(&found[i].low, 1));
@@ -202,7 +202,7 @@ static void direct_backward_keys(const AttentionGradient& g, RowState<T>* states
           while (top < keys && p_row[top] != high) ++top;
 #pragma GCC unroll 4
         for (int64_t j = 0; j < width; j += L) {
-          const Vec<T> weight = exp2_of((load(p_row + j) - high) - low);
+          const Vec<T> weight = exp2_of(((load(p_row + j) - high) - low) * T(kLog2e));
           store(p_row + j, weight);
           store(ds_row + j, weight * (load(ds_row + j) - delta));
         }
@@ -245,8 +245,6 @@ static void direct_backward_keys(const AttentionGradient& g, RowState<T>* states
       for (int64_t c = 0; c < call.dv; ++c) dv_total[by_value.at(j, c)] = 0;
     });
     by_value.write(dv_total, keys, g.grad_value, h, key);
-    for (int64_t c = 0; c < call.rank * kKeyBlock; ++c)
-      dk_total[c] *= T(kLn2);  // q held scale * log2(e)
     for (int64_t j = 0; j < keys; ++j)
       for (int64_t r = 0; r < call.rank; ++r)
         dk_rows[(key + j) * call.rank + r] = double(dk_total[r * kKeyBlock + j]);

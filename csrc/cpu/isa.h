@@ -42,6 +42,8 @@ struct Kernels {
   bool (*layer_forward)(const Attention&, const Layer&);  // false: not served, results void
   bool (*layer_backward)(const AttentionGradient&, const Layer&);
   void (*project)(const Projection&);
+  void (*small_layer_forward)(const SmallLayer&);
+  void (*small_layer_backward)(const SmallLayerGradient&);
   // The transform in stages, for tokens on several machines: see transform/stages.h. Sizes are the
   // numbers of elements of the moments and of the query moments of all heads.
   void (*stage_extents)(const Attention&, Extent*);  // queries and keys of every head

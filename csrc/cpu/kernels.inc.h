@@ -11,6 +11,7 @@ namespace boltzattn::BOLTZATTN_ISA {
 #include "cpu/simd/pack.h"
 #include "cpu/direct.h"
 #include "cpu/direct_backward.h"
+#include "cpu/small_layer.h"
 #include "cpu/transform/extents.h"
 #include "cpu/project.h"
 #include "cpu/transform/coordinates.h"
@@ -39,6 +40,12 @@ static bool in_double(const AttentionGradient& g) {
 static bool in_double(const Projection& p) {
   return p.x.dtype == DType::kFloat64;
 }
+static bool in_double(const SmallLayer& layer) {
+  return layer.x.dtype == DType::kFloat64;
+}
+static bool in_double(const SmallLayerGradient& g) {
+  return in_double(g.layer);
+}
 template <auto wide, auto narrow>
 struct ByDType;
 template <class Result, class First, class... Rest, Result (*wide)(First, Rest...),
@@ -66,6 +73,8 @@ static constexpr Kernels table(const char* name, bool (*supported)()) {
           BOLTZATTN_BY_DTYPE(layer_forward),
           BOLTZATTN_BY_DTYPE(layer_backward),
           BOLTZATTN_BY_DTYPE(project),
+          BOLTZATTN_BY_DTYPE(small_layer_forward),
+          BOLTZATTN_BY_DTYPE(small_layer_backward),
           BOLTZATTN_BY_DTYPE(stage_extents),
           BOLTZATTN_BY_DTYPE(stage_sizes),
           BOLTZATTN_BY_DTYPE(stage_moments),

@@ -342,6 +342,108 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, bool> layer_backward(Tensor grad_out,
   return {grad_query, grad_key, grad_value, grad_weight, served};
 }
 
+// ---- layers of few tokens ----
+
+// Describes the inputs; `view` has the leading dimensions of x.
+SmallLayer describe_small_layer(Views& view, BOLTZATTN_SELF_ATTENTION_PARAMETERS) {
+  SmallLayer layer{};
+  layer.batch = view.heads();
+  layer.n = size_from_last("x", x, 1);
+  layer.d = size_from_last("x", x, 0);
+  layer.num_heads = num_heads;
+  const int64_t numbers = size_from_last("w_q", w_q, 1), width = size_from_last("w_v", w_v, 1);
+  STD_TORCH_CHECK(num_heads > 0 && numbers > 0 && width > 0 && layer.d > 0 &&
+                      numbers % num_heads == 0 && width % num_heads == 0,
+                  "boltzattn: num_heads must divide the rows of w_q and w_v, got ", num_heads);
+  layer.rank = numbers / num_heads;
+  layer.dv = width / num_heads;
+  layer.d_out = w_o ? size_from_last("w_o", *w_o, 1) : width;
+  STD_TORCH_CHECK(layer.d_out > 0, "boltzattn: w_o must not be empty");
+  layer.scale = scale;
+  layer.is_causal = is_causal;
+  const auto weight = [&](const char* name, const OptionalTensor& w, int64_t rows,
+                          int64_t columns) {
+    return view(name, w, rows, columns, Holds::kNumbers, 0);
+  };
+  layer.x = view("x", x, layer.n, layer.d);
+  layer.w_q = weight("w_q", w_q, numbers, layer.d);
+  layer.w_k = weight("w_k", w_k, numbers, layer.d);
+  layer.w_v = weight("w_v", w_v, width, layer.d);
+  layer.w_o = weight("w_o", w_o, layer.d_out, width);
+  layer.b_in = weight("b_in", b_in, kNone, 2 * numbers + width);
+  layer.b_o = weight("b_o", b_o, kNone, layer.d_out);
+  layer.key_mask = view("key_mask", key_mask, kNone, layer.n, Holds::kMask);
+  return layer;
+}
+
+// (out, query_key, value, heads, lse), all but the first only if they are kept, and heads only if
+// they are not out.
+std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>
+small_layer_forward(BOLTZATTN_SELF_ATTENTION_PARAMETERS, bool keep) {
+  Views view("x", x);
+  SmallLayer layer = describe_small_layer(view, BOLTZATTN_SELF_ATTENTION_ARGUMENTS);
+  const int64_t width = layer.num_heads * layer.dv;
+  Tensor out = view.result({layer.n, layer.d_out});
+  layer.out = view("out", out, layer.n, layer.d_out);
+  OptionalTensor query_key, value, heads, lse;
+  if (keep) {
+    query_key = view.result({layer.n, 2 * layer.num_heads * layer.rank});
+    value = view.result({layer.n, width});
+    lse = view.result({layer.num_heads, layer.n}, ScalarType::Double);
+    if (w_o) heads = view.result({layer.n, width});
+    layer.query_key = query_key->data_ptr();
+    layer.value = value->data_ptr();
+    layer.lse = static_cast<double*>(lse->data_ptr());
+    layer.heads = heads ? heads->data_ptr() : nullptr;
+  }
+  kernels().small_layer_forward(layer);
+  return {out, query_key, value, heads, lse};
+}
+
+// (grad_x, grad_w_qk, grad_w_v, grad_w_o, grad_b_in, grad_b_o), those that are wanted and exist.
+std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+           OptionalTensor>
+small_layer_backward(Tensor grad_out, Tensor query_key, Tensor value, Tensor heads, Tensor lse,
+                     BOLTZATTN_SELF_ATTENTION_PARAMETERS, bool want_x, bool want_weights) {
+  Views view("x", x);
+  SmallLayerGradient g{};
+  SmallLayer& layer = g.layer;
+  layer = describe_small_layer(view, BOLTZATTN_SELF_ATTENTION_ARGUMENTS);
+  const int64_t numbers = layer.num_heads * layer.rank, width = layer.num_heads * layer.dv;
+  const auto shape = [&](int64_t a, int64_t b) {
+    std::vector<int64_t> lead = view.lead();
+    lead.insert(lead.end(), {a, b});
+    return lead;
+  };
+  layer.query_key =
+      view.dense<void>("query_key", query_key, shape(layer.n, 2 * numbers), Holds::kNumbers);
+  layer.value = view.dense<void>("value", value, shape(layer.n, width), Holds::kNumbers);
+  layer.heads = view.dense<void>("heads", heads, shape(layer.n, width), Holds::kNumbers);
+  layer.lse = view.dense<double>("lse", lse, shape(layer.num_heads, layer.n), Holds::kFloat64);
+  g.grad_out = view("grad_out", grad_out, layer.n, layer.d_out);
+  OptionalTensor grad_x, grad_w_qk, grad_w_v, grad_w_o, grad_b_in, grad_b_o;
+  if (want_x) {
+    grad_x = view.result({layer.n, layer.d});
+    g.grad_x = view("grad_x", grad_x, layer.n, layer.d);
+  }
+  if (want_weights) {
+    const auto gradient = [&](OptionalTensor& grad, int64_t rows, int64_t columns) {
+      std::vector<int64_t> sizes;
+      if (rows != kNone) sizes.push_back(rows);
+      sizes.push_back(columns);
+      grad = new_tensor(x, sizes);
+      return view("gradient", grad, rows, columns, Holds::kNumbers, 0);
+    };
+    g.grad_w_qk = gradient(grad_w_qk, 2 * numbers, layer.d);
+    g.grad_w_v = gradient(grad_w_v, width, layer.d);
+    if (w_o) g.grad_w_o = gradient(grad_w_o, layer.d_out, width);
+    if (b_in) g.grad_b_in = gradient(grad_b_in, kNone, 2 * numbers + width);
+    if (b_o) g.grad_b_o = gradient(grad_b_o, kNone, layer.d_out);
+  }
+  kernels().small_layer_backward(g);
+  return {grad_x, grad_w_qk, grad_w_v, grad_w_o, grad_b_in, grad_b_o};
+}
+
 // ---- the transform in stages: see transform/stages.h ----
 
 // The call of one process among several. The processes have agreed on the ranges.
@@ -456,6 +558,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
   m.def("cpu_layer_forward(" BOLTZATTN_LAYER ") -> (Tensor, bool)");
   m.def("cpu_layer_backward(Tensor grad_out, " BOLTZATTN_LAYER
         ") -> (Tensor, Tensor, Tensor, Tensor, bool)");
+  m.def("cpu_small_layer_forward(" BOLTZATTN_SELF_ATTENTION
+        ", bool keep) -> (Tensor, Tensor?, Tensor?, Tensor?, Tensor?)");
+  m.def(
+      "cpu_small_layer_backward(Tensor grad_out, Tensor query_key, Tensor value, Tensor heads, "
+      "Tensor lse, " BOLTZATTN_SELF_ATTENTION
+      ", bool want_x, bool want_weights) -> "
+      "(Tensor?, Tensor?, Tensor?, Tensor?, Tensor?, Tensor?)");
   m.def("cpu_stage_extents(" BOLTZATTN_PROBLEM ") -> Tensor");
   m.def("cpu_stage_sizes(" BOLTZATTN_PROBLEM ", Tensor ranges) -> (int, int)");
   m.def("cpu_stage_moments(" BOLTZATTN_PROBLEM ", Tensor extents, Tensor ranges) -> Tensor");
@@ -483,6 +592,8 @@ STABLE_TORCH_LIBRARY_IMPL(boltzattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_project", TORCH_BOX(&project));
   m.impl("cpu_layer_forward", TORCH_BOX(&layer_forward));
   m.impl("cpu_layer_backward", TORCH_BOX(&layer_backward));
+  m.impl("cpu_small_layer_forward", TORCH_BOX(&small_layer_forward));
+  m.impl("cpu_small_layer_backward", TORCH_BOX(&small_layer_backward));
   m.impl("cpu_stage_extents", TORCH_BOX(&stage_extents));
   m.impl("cpu_stage_sizes", TORCH_BOX(&stage_sizes));
   m.impl("cpu_stage_moments", TORCH_BOX(&stage_moments));

@@ -76,4 +76,29 @@ struct Projection {
   Extent* extents;  // [batch, outputs]
 };
 
+// A self-attention layer of few tokens, with its projections.
+struct SmallLayer {
+  int64_t batch, n, d, num_heads, rank, dv, d_out;
+  double scale;
+  bool is_causal;
+  Matrix x;                   // [batch, n, d]
+  Matrix w_q, w_k, w_v, w_o;  // [batch, outputs, inputs], the same for all; w_o may be absent
+  Matrix b_in, b_o;           // [batch, 1, outputs], the same for all, or absent
+  Matrix key_mask;            // [batch, 1, n]
+  Matrix out;                 // [batch, n, d_out], contiguous
+  // Contiguous and in the dtype of x: [batch, n, 2 num_heads rank], twice [batch, n, num_heads dv],
+  // [batch, num_heads, n]. Forward keeps them if they are given; backward needs them.
+  void *query_key, *value, *heads;
+  double* lse;
+};
+
+// Gradients that are absent are not computed; those of the projections of tokens go together.
+struct SmallLayerGradient {
+  SmallLayer layer;
+  Matrix grad_out;
+  Matrix grad_x;
+  Matrix grad_w_qk, grad_w_v, grad_w_o;
+  Matrix grad_b_in, grad_b_o;
+};
+
 }  // namespace boltzattn

@@ -1,6 +1,7 @@
 // The running softmax of a row: its largest logit and the sum of its weights.
-// Logits are in units of ln 2 (they were multiplied by log2(e) beforehand), so weights are powers
-// of 2; `lse` is in natural units again. Host and device; no torch.
+// Binary: logits are in units of ln 2 (queries were multiplied by log2(e) beforehand), so weights
+// are powers of 2 and the multiplication is cheap, but it rounds logits that would be exact. `lse`
+// is in natural units again. Host and device; no torch.
 #pragma once
 
 #include "spec/types.h"
@@ -10,7 +11,7 @@ namespace boltzattn {
 constexpr double kLog2e = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
 
-template <class T>
+template <class T, bool kBinary = true>
 struct OnlineSoftmax {
   static constexpr T kLowest =
       sizeof(T) == 8 ? T(-1.7976931348623157e308) : T(-3.4028234663852886e38);
@@ -25,7 +26,7 @@ struct OnlineSoftmax {
   // Raises the maximum to `top`; returns the factor that rescales everything summed so far.
   BOLTZATTN_HD T raise(T top) {
     if (!(top > max)) return T(1);
-    const T factor = sum == 0 ? T(0) : power_of_2(max - top);
+    const T factor = sum == 0 ? T(0) : power_of_2((max - top) * T(kBinary ? 1 : kLog2e));
     max = top;
     sum *= double(factor);
     return factor;
@@ -37,7 +38,7 @@ struct OnlineSoftmax {
   BOLTZATTN_HD double lse(T lowest = kLowest) const {
     if (sum == 0) return -INFINITY;
     // A row that contains only the lowest number, as masks do, was clamped to stay finite.
-    return (max <= kLowest ? double(lowest) : double(max) * kLn2) + ::log(sum);
+    return (max <= kLowest ? double(lowest) : double(max) * (kBinary ? kLn2 : 1)) + ::log(sum);
   }
 
   BOLTZATTN_HD static T power_of_2(T x) {

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import has_torch_function
 
-from boltzattn.dispatch import plan
 from boltzattn.dispatch.preference import preferred
-from boltzattn.dispatch.torch_modes import autocast_dtype, forward_mode_active, functorch_active
+from boltzattn.dispatch.torch_modes import (
+    autocast_dtype,
+    forward_mode_active,
+    functorch_active,
+    overrides_torch_function,
+)
 from boltzattn.ops.attention import attend
-from boltzattn.ops.layer import layer, project
+from boltzattn.ops.layer import compose
+from boltzattn.ops.operator import needs_gradient
+from boltzattn.ops.self_attention import self_attention as self_attention_operator
 from boltzattn.ops.varlen import varlen
-from boltzattn.problem import Choice, LayerProblem, Problem, Projection, Starts, default_scale
+from boltzattn.problem import Choice, Keep, SelfAttentionProblem, Starts, default_scale
 from boltzattn.validation import (
     check_layer,
     check_scale,
@@ -227,15 +232,13 @@ def self_attention(
         {"w_o": w_o, "b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o},
         num_heads,
     )
-    b_qk = None
-    if b_q is not None or b_k is not None:
-        b_qk = torch.cat(
-            [w.new_zeros(len(w)) if b is None else b for w, b in ((w_q, b_q), (w_k, b_k))]
-        )
-    weights = Projections(torch.cat((w_q, w_k)), w_v, w_o, b_qk, b_v, b_o)
+    b_in = None
+    if not (b_q is None and b_k is None and b_v is None):
+        pairs = (w_q, b_q), (w_k, b_k), (w_v, b_v)
+        b_in = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
     return attend_layer(
         x,
-        weights,
+        Projections(w_q, w_k, w_v, w_o, b_in, b_o),
         num_heads,
         preferred(method, backend),
         attn_mask=attn_mask,
@@ -247,13 +250,13 @@ def self_attention(
 
 
 class Projections(NamedTuple):
-    """The weights of a self-attention layer; those of query and key are one matrix."""
+    """The weights of a self-attention layer; the biases of query, key and value are one vector."""
 
-    w_qk: Tensor  # [2 * num_heads * rank, d]
-    w_v: Tensor  # [num_heads * dv, d]
-    w_o: Tensor | None  # [d_out, num_heads * dv]
-    b_qk: Tensor | None
-    b_v: Tensor | None
+    w_q: Tensor
+    w_k: Tensor
+    w_v: Tensor
+    w_o: Tensor | None
+    b_in: Tensor | None
     b_o: Tensor | None
 
 
@@ -270,100 +273,42 @@ def attend_layer(
     key_padding_mask: Tensor | None,
 ) -> Tensor:
     """`self_attention` with weights that fit each other and x."""
-    w_qk, w_v, w_o, b_qk, b_v, b_o = weights
-    rank = w_qk.shape[0] // (2 * num_heads)
-    plain = attn_mask is None and dropout_p == 0.0
-    if plain and not is_causal and rank == 1:
-        padding_is_bool = getattr(key_padding_mask, "dtype", torch.bool) == torch.bool
-        if padding_is_bool and _projects_at_nodes(x, weights, num_heads, choice):
-            return _attend_at_nodes(x, weights, num_heads, scale, key_padding_mask, choice)
-
-    rows = x.shape[:-1]
-    query, key = F.linear(x, w_qk, b_qk).view(*rows, 2, num_heads, rank).unbind(-3)
-    value = F.linear(x, w_v, b_v).view(*rows, num_heads, -1)
-    query, key, value = query.transpose(-2, -3), key.transpose(-2, -3), value.transpose(-2, -3)
-    if plain:
-        key_mask = None
-        if key_padding_mask is not None:
-            key_mask = expand_key_padding_mask(key_padding_mask, query, key.shape[:-1])
-        scale = default_scale(rank) if scale is None else float(scale)
-        numbers = scale, 0.0, bool(is_causal)
-        out = attend(Problem(query, key, value, None, key_mask, None, *numbers), choice)[0]
-    else:
-        method, backend = choice
-        out = attention(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            key_padding_mask=key_padding_mask,
-            method=method,
-            backend=backend,
+    scale = default_scale(weights.w_q.shape[0] // num_heads) if scale is None else float(scale)
+    numbers = num_heads, scale, bool(is_causal)
+    if attn_mask is not None or dropout_p != 0.0 or _must_compose((x, *weights), key_padding_mask):
+        return compose(
+            SelfAttentionProblem(x, *weights, None, *numbers),
+            lambda p: attention(
+                p.query,
+                p.key,
+                p.value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                key_padding_mask=key_padding_mask,
+                method=choice.method,
+                backend=choice.backend,
+            ),
         )
-    out = out.transpose(-2, -3).flatten(-2)
-    return out if w_o is None else F.linear(out, w_o, b_o)
-
-
-def _projects_at_nodes(x: Tensor, weights: Projections, num_heads: int, choice: Choice) -> bool:
-    """Whether a layer of rank 1 is one for the operator `layer`, and cheaper that way."""
-    if weights.w_o is None and num_heads > 1:  # the outputs of the heads do not add up
-        return False
-    *lead, n, d = x.shape
-    dv = weights.w_v.shape[0] // num_heads
-    d_out = dv if weights.w_o is None else weights.w_o.shape[0]
-    batch = math.prod(lead)
-    # Sizes may be symbolic; an empty layer is no case for the transform.
-    if not (type(n) is int and type(batch) is int and n > 0 and batch > 0):
-        return False
-    if functorch_active() or forward_mode_active():  # no tangents through the operator `layer`
-        return False
-    shape = (batch, num_heads, n, d, dv, d_out, weights.w_o is not None)
-    return plan.projects_at_nodes(x.device.type, x.dtype, *shape, *choice)
-
-
-def _attend_at_nodes(
-    x: Tensor,
-    weights: Projections,
-    num_heads: int,
-    scale: float | None,
-    key_padding_mask: Tensor | None,
-    choice: Choice,
-) -> Tensor:
-    """A layer of rank 1 by the operators `project` and `layer`."""
     dtype = autocast_dtype(x.device.type)
     if dtype is not None and x.dtype != torch.float64:
         x = x.to(dtype)
         weights = Projections._make(None if w is None else w.to(dtype) for w in weights)
-    w_qk, w_v, w_o, b_qk, b_v, b_o = weights
-    lead, (n, d) = x.shape[:-2], x.shape[-2:]
-    rows = x.reshape(-1, n, d)
-
-    weight = w_v.unflatten(0, (num_heads, -1))
-    weight_bias = None if b_v is None else b_v.unflatten(0, (num_heads, -1))
-    if w_o is not None:
-        outward = w_o.unflatten(1, (num_heads, -1)).transpose(0, 1)
-        weight = outward @ weight
-        if weight_bias is not None:
-            weight_bias = (outward @ weight_bias[..., None]).squeeze(-1)
-    numbers, extents = project(Projection(rows, w_qk, b_qk), choice)
-    query, key = numbers.unsqueeze(-1).split(num_heads, 1)
     key_mask = None
     if key_padding_mask is not None:
-        mask = expand_key_padding_mask(key_padding_mask, x, (*lead, num_heads, n))
-        key_mask = mask[..., 0, :].reshape(-1, n)
-    problem = LayerProblem(
-        query=query,
-        key=key,
-        value=rows,
-        weight=weight,
-        weight_bias=weight_bias,
-        out_bias=b_o,
-        key_mask=key_mask,
-        extents=extents,
-        scale=default_scale(1) if scale is None else float(scale),
-    )
-    out = layer(problem, choice)
-    return out.reshape(*lead, n, out.shape[-1])
+        shape = *x.shape[:-2], num_heads, x.shape[-2]
+        key_mask = expand_key_padding_mask(key_padding_mask, x, shape)[..., 0, :]
+    problem = SelfAttentionProblem(x, *weights, key_mask, *numbers)
+    return self_attention_operator(problem, choice, Keep(needs_gradient(problem)))[0]
+
+
+def _must_compose(tensors: tuple[Tensor | None, ...], key_padding_mask: Tensor | None) -> bool:
+    """Whether torch must see the parts of a layer: the operator has no rule for these calls."""
+    if functorch_active() or forward_mode_active():
+        return True
+    if getattr(key_padding_mask, "requires_grad", False) and torch.is_grad_enabled():
+        return True
+    if not has_torch_function(tensors):
+        return False
+    return any(overrides_torch_function(x) for x in tensors)

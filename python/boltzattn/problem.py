@@ -123,18 +123,85 @@ class LayerGradients(NamedTuple):
     weight: Tensor
 
 
-class Projection(NamedTuple):
-    """Projection of rank-1 queries and keys to numbers `[batch, outputs, n]`."""
+class SelfAttentionProblem(NamedTuple):
+    """A self-attention layer with its projections, validated. L is any leading shape."""
 
-    x: Tensor  # [batch, n, d]
-    weight: Tensor  # [outputs, d]
-    bias: Tensor | None  # [outputs]
+    x: Tensor  # [*L, n, d]
+    w_q: Tensor  # [num_heads * rank, d]
+    w_k: Tensor  # [num_heads * rank, d]
+    w_v: Tensor  # [num_heads * dv, d]
+    w_o: Tensor | None  # [d_out, num_heads * dv]; None: the result is the heads side by side
+    b_in: Tensor | None  # [num_heads * (2 * rank + dv)], of query, key and value
+    b_o: Tensor | None  # [d_out]
+    key_mask: Tensor | None  # [*L, n]; bool (True = ignored) or added to the logits
+    num_heads: int
+    scale: float
+    is_causal: bool
+
+    @property
+    def inputs(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """What is differentiated: everything but the mask."""
+        return self[:7]
 
 
-class LayerOutputGradient(NamedTuple):
+class Keep(NamedTuple):
+    """Whether forward keeps what backward needs."""
+
+    keep: bool
+
+
+class SelfAttentionResults(NamedTuple):
+    """The results of a layer's forward. Only `out` is computed if nothing is to be kept."""
+
+    out: Tensor  # [*L, n, d_out]
+    query_key: Tensor | None  # [*L, n, 2 * num_heads * rank], queries first
+    value: Tensor | None  # [*L, n, num_heads * dv]; None if projected at the nodes
+    heads: Tensor | None  # like value; None if it is `out`, or projected at the nodes
+    lse: Tensor | None  # [*L, num_heads, n] fp64; None if projected at the nodes
+
+
+class SelfAttentionSaved(NamedTuple):
+    """What backward gets of the results of forward, as far as it was kept."""
+
+    query_key: Tensor | None
+    value: Tensor | None
+    heads: Tensor | None
+    lse: Tensor | None
+
+    def everything(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All of it, where every token was projected."""
+        query_key, value, heads, lse = self
+        assert query_key is not None
+        assert value is not None
+        assert heads is not None
+        assert lse is not None
+        return query_key, value, heads, lse
+
+
+class SelfAttentionOutputGradient(NamedTuple):
     """The gradient that the backward pass of a layer starts from."""
 
     out: Tensor
+
+
+class Wanted(NamedTuple):
+    """Which gradients backward computes."""
+
+    want_x: bool
+    want_weights: bool
+
+
+class SelfAttentionGradients(NamedTuple):
+    """The gradients that backward returns, those of query and key together."""
+
+    x: Tensor | None
+    w_qk: Tensor | None
+    w_v: Tensor | None
+    w_o: Tensor | None
+    b_in: Tensor | None
+    b_o: Tensor | None
 
 
 class Starts(NamedTuple):
@@ -170,7 +237,7 @@ TENSOR_FIELDS: dict[Any, int] = {
     kind: sum(hint in (Tensor, Tensor | None) for hint in get_type_hints(kind).values())
     for kind in (
         *(Problem, Saved, OutputGradients, Gradients, Starts, Choice),
-        *(LayerProblem, LayerOutputGradient, LayerGradients),
+        *(SelfAttentionProblem, SelfAttentionSaved, SelfAttentionOutputGradient),
     )
 }
 
@@ -182,8 +249,9 @@ def schema(*kinds: Any) -> str:
         >>> schema(OutputGradients, Choice)
         'Tensor grad_out, Tensor? grad_lse, str method, str backend'
     """
-    prefix = {OutputGradients: "grad_", LayerOutputGradient: "grad_"}
-    types = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", str: "str"}
+    prefix = {OutputGradients: "grad_", SelfAttentionOutputGradient: "grad_"}
+    types: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?"}
+    types |= {kind: kind.__name__ for kind in (int, float, bool, str)}
     return ", ".join(
         f"{types[hint]} {prefix.get(kind, '')}{name}"
         for kind in kinds

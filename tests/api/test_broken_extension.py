@@ -115,10 +115,9 @@ def newer_sources(package: Path) -> None:
     """A field of `Problem` that the library does not know."""
     file = package / "problem.py"
     text = file.read_text()
-    assert text.count("    is_causal: bool\n") == 1
-    file.write_text(
-        text.replace("    is_causal: bool\n", "    is_causal: bool\n    new: float = 0\n")
-    )
+    field = "    dropout_p: float\n"
+    assert text.count(field) == 1
+    file.write_text(text.replace(field, f"{field}    new: float\n"))
 
 
 @pytest.mark.parametrize(

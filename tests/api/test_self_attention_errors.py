@@ -9,6 +9,7 @@ import boltzattn
 import pytest
 import torch
 from boltzattn.dispatch import plan
+from boltzattn.problem import Choice, SelfAttentionProblem
 
 HEADS, D, RANK, DV, D_OUT = 4, 16, 2, 3, 5
 
@@ -39,8 +40,9 @@ def _long() -> dict[str, Any]:
         "w_o": torch.randn(8, d),
         "num_heads": 1,
     }
-    shape = plan.LayerShape(2, 1, n, d, d, 8, True)
-    assert plan.projects_at_nodes("cpu", torch.float32, *shape, "auto", "auto")
+    problem = SelfAttentionProblem(*list(good.values())[:5], None, None, None, 1, 1.0, False)
+    request = plan.LayerRequest.of(problem, training=False)
+    assert plan.choose_layer(request, Choice("auto", "auto")) == "nodes"
     return good
 
 

@@ -10,15 +10,16 @@ import torch
 from boltzattn.ops.operator import Operator
 from boltzattn.problem import (
     Choice,
-    LayerOutputGradient,
-    LayerProblem,
+    Keep,
     OutputGradients,
     Problem,
-    Projection,
     Saved,
+    SelfAttentionOutputGradient,
+    SelfAttentionProblem,
+    SelfAttentionSaved,
     Starts,
+    Wanted,
 )
-from boltzattn.transform.stages import Extent
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -33,33 +34,41 @@ def _tuples() -> dict[Any, Any]:
     starts = torch.tensor([0, 2, N])
     seed = torch.zeros(BATCH, HEADS, dtype=torch.int64)
     attn_mask = torch.ones(BATCH, HEADS, N, N, dtype=torch.bool)
-    extents = torch.zeros(BATCH, 2 * HEADS, len(Extent._fields), dtype=torch.float64)
     return {
         Problem: Problem(scores, scores, out, attn_mask, mask, seed, 1.0, 0.5, False),
         OutputGradients: OutputGradients(out, lse),
         Saved: Saved(out, lse),
         Starts: Starts(starts, starts),
         Choice: Choice("auto", "auto"),
-        Projection: Projection(torch.randn(BATCH, N, D), torch.randn(HEADS, D), torch.ones(HEADS)),
-        LayerOutputGradient: LayerOutputGradient(torch.randn(BATCH, N, DV)),
-        LayerProblem: LayerProblem(
-            query=scores,
-            key=scores,
-            value=torch.randn(BATCH, N, D),
-            weight=torch.randn(HEADS, DV, D),
-            weight_bias=torch.randn(HEADS, DV),
-            out_bias=torch.randn(DV),
+        Keep: Keep(True),
+        Wanted: Wanted(True, True),
+        SelfAttentionOutputGradient: SelfAttentionOutputGradient(torch.randn(BATCH, N, D)),
+        SelfAttentionSaved: SelfAttentionSaved(
+            query_key=torch.randn(BATCH, N, 2 * HEADS),
+            value=torch.randn(BATCH, N, HEADS * DV),
+            heads=torch.randn(BATCH, N, HEADS * DV),
+            lse=lse,
+        ),
+        SelfAttentionProblem: SelfAttentionProblem(
+            x=torch.randn(BATCH, N, D),
+            w_q=torch.randn(HEADS, D),
+            w_k=torch.randn(HEADS, D),
+            w_v=torch.randn(HEADS * DV, D),
+            w_o=torch.randn(D, HEADS * DV),
+            b_in=torch.randn(HEADS * (2 + DV)),
+            b_o=torch.randn(D),
             key_mask=mask[:, 0],
-            extents=extents,
+            num_heads=HEADS,
             scale=1.0,
+            is_causal=False,
         ),
     }
 
 
 def _operators() -> dict[str, Operator]:
-    from boltzattn.ops import attention, layer, varlen
+    from boltzattn.ops import attention, self_attention, varlen
 
-    found = [x for module in (attention, layer, varlen) for x in vars(module).values()]
+    found = [x for module in (attention, self_attention, varlen) for x in vars(module).values()]
     return {x.name: x for x in found if isinstance(x, Operator)}
 
 

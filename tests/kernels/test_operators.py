@@ -13,7 +13,7 @@ import boltzattn._C as module
 import fuzz_operators
 import pytest
 import torch
-from boltzattn.problem import LayerProblem, Problem
+from boltzattn.problem import LayerProblem, Problem, SelfAttentionProblem
 from boltzattn.transform import tolerances
 from torch import Tensor
 
@@ -199,6 +199,53 @@ def test_layers(message: str, changes: dict[str, Any]) -> None:
         ops.cpu_layer_forward(*_layer(**changes))
     with pytest.raises(RuntimeError, match=message):
         ops.cpu_layer_backward(out, *_layer(**changes))
+
+
+def _small(**changes: Any) -> SelfAttentionProblem:
+    weights = ones(6, 5), ones(6, 5), ones(9, 5), ones(4, 9), ones(21), ones(4)
+    call = SelfAttentionProblem(torch.randn(2, N, 5), *weights, None, 3, 1.0, False)
+    return call._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("x must have at least 2 dimensions", {"x": ones(5)}),
+        ("w_q must have shape", {"x": ones(2, N, 4)}),
+        ("w_k must have shape", {"w_k": ones(3, 5)}),
+        ("w_v must have the dtype of x", {"w_v": ones(9, 5).double()}),
+        ("w_o must have shape", {"w_o": ones(4, 8)}),
+        ("w_o must not be empty", {"w_o": ones(0, 9)}),
+        ("w_o must be on the device of x", {"w_o": torch.empty(4, 9, device="meta")}),
+        ("b_in must have shape", {"b_in": ones(20)}),
+        ("b_o must have shape", {"b_o": ones(4, 1)}),
+        ("key_mask must have shape", {"key_mask": ones(2, 3, N)}),
+        ("key_mask must have bool or a floating", {"key_mask": ones(2, N, dtype=torch.int64)}),
+        ("num_heads must divide", {"num_heads": 2}),
+        ("num_heads must divide", {"num_heads": 0}),
+        ("num_heads must divide", {"w_v": ones(0, 5)}),
+    ],
+)
+def test_small_layers(message: str, changes: dict[str, Any]) -> None:
+    out, *kept = ops.cpu_small_layer_forward(*_small(), True)
+    with pytest.raises(RuntimeError, match=message):
+        ops.cpu_small_layer_forward(*_small(**changes), False)
+    with pytest.raises(RuntimeError, match=message):
+        ops.cpu_small_layer_backward(out, *kept, *_small(**changes), True, True)
+
+
+def test_what_small_layers_kept() -> None:
+    out, query_key, value, heads, lse = ops.cpu_small_layer_forward(*_small(), True)
+    for message, arguments in {
+        "grad_out must have shape": (out[:, 1:], query_key, value, heads, lse),
+        "query_key must have shape": (out, query_key[..., 1:], value, heads, lse),
+        "value must have the dtype of x": (out, query_key, value.double(), heads, lse),
+        "value must be contiguous": (out, query_key, value.mT.contiguous().mT, heads, lse),
+        "heads must have shape": (out, query_key, value, heads[:1], lse),
+        "lse must have float64": (out, query_key, value, heads, lse.float()),
+    }.items():
+        with pytest.raises(RuntimeError, match=message):
+            ops.cpu_small_layer_backward(*arguments, *_small(), True, True)
 
 
 def test_projections() -> None:

@@ -431,6 +431,76 @@ void run_layer(const Kernels& kernels, int64_t n) {
   kernels.layer_backward(gradient, layer);
 }
 
+// A layer of few tokens with all its projections.
+void run_small_layer(const Kernels& kernels, int64_t n) {
+  threads = one_of<int64_t>({1, 3});
+  SmallLayerGradient g{};
+  SmallLayer& layer = g.layer;
+  layer.batch = 2;
+  layer.n = n;
+  layer.d = one_of<int64_t>({1, 7, 64, 70});
+  layer.num_heads = one_of<int64_t>({1, 3});
+  layer.rank = one_of<int64_t>({1, 2, 5});
+  layer.dv = one_of<int64_t>({1, 5, 33});
+  layer.scale = one_of({0.0, 1.0, -20.0});
+  layer.is_causal = below(2);
+  const int64_t numbers = layer.num_heads * layer.rank, width = layer.num_heads * layer.dv;
+  const bool projects_out = below(3), keeps = below(3);
+  layer.d_out = projects_out ? one_of<int64_t>({1, 5, 64, 67}) : width;
+  const DType dtype = kDTypes[below(4)];
+  now_running = "small layer";
+  const auto draw = [&](int64_t batch, int64_t rows, int64_t columns) {
+    Tensor drawn(batch, rows, columns, dtype, any_layout());
+    drawn.normal(0.5);
+    return drawn;
+  };
+  const auto empty = [&](int64_t rows, int64_t columns, int64_t batch) {
+    return Tensor(batch, rows, columns, dtype, kContiguous);
+  };
+  const Tensor x = draw(2, n, layer.d), w_q = draw(1, numbers, layer.d);
+  const Tensor w_k = draw(1, numbers, layer.d), w_v = draw(1, width, layer.d);
+  const Tensor w_o = draw(1, layer.d_out, width), b_o = draw(1, 1, layer.d_out);
+  const Tensor b_in = draw(1, 1, 2 * numbers + width), grad_out = draw(2, n, layer.d_out);
+  Tensor mask(2, 1, n, DType::kBool, any_layout());
+  layer.x = x.matrix();
+  layer.w_q = w_q.matrix(), layer.w_k = w_k.matrix(), layer.w_v = w_v.matrix();
+  if (projects_out) layer.w_o = w_o.matrix();
+  if (below(2)) layer.b_in = b_in.matrix();
+  if (projects_out && below(2)) layer.b_o = b_o.matrix();
+  if (below(2)) layer.key_mask = mask.sometimes(0, 1).matrix();
+  const Tensor out = empty(n, layer.d_out, 2), query_key = empty(n, 2 * numbers, 2);
+  const Tensor value = empty(n, width, 2), heads = empty(n, width, 2);
+  const Tensor lse(2, layer.num_heads, n, DType::kFloat64, kContiguous);
+  layer.out = out.matrix();
+  if (keeps) {
+    layer.query_key = query_key.bytes.get();
+    layer.value = value.bytes.get();
+    if (projects_out) layer.heads = heads.bytes.get();
+    layer.lse = reinterpret_cast<double*>(lse.bytes.get());
+  }
+  kernels.small_layer_forward(layer);
+  out.expect_finite(2, n, layer.d_out);
+  if (!keeps) return;
+
+  if (!projects_out) layer.heads = out.bytes.get();
+  const Tensor grad_x = empty(n, layer.d, 2), grad_w_qk = empty(2 * numbers, layer.d, 1);
+  const Tensor grad_w_v = empty(width, layer.d, 1), grad_w_o = empty(layer.d_out, width, 1);
+  const Tensor grad_b_in = empty(1, 2 * numbers + width, 1), grad_b_o = empty(1, layer.d_out, 1);
+  g.grad_out = grad_out.matrix();
+  if (below(2)) g.grad_x = grad_x.matrix();
+  g.grad_w_qk = grad_w_qk.matrix(), g.grad_w_v = grad_w_v.matrix();
+  if (layer.w_o) g.grad_w_o = grad_w_o.matrix();
+  if (layer.b_in) g.grad_b_in = grad_b_in.matrix();
+  if (layer.b_o) g.grad_b_o = grad_b_o.matrix();
+  kernels.small_layer_backward(g);
+  if (g.grad_x) grad_x.expect_finite(2, n, layer.d);
+  grad_w_qk.expect_finite(1, 2 * numbers, layer.d);
+  grad_w_v.expect_finite(1, width, layer.d);
+  if (g.grad_w_o) grad_w_o.expect_finite(1, layer.d_out, width);
+  if (g.grad_b_in) grad_b_in.expect_finite(1, 1, 2 * numbers + width);
+  if (g.grad_b_o) grad_b_o.expect_finite(1, 1, layer.d_out);
+}
+
 // Sequences of different lengths end to end, some of them empty.
 void run_varlen(const Kernels& kernels, bool is_causal) {
   threads = one_of<int64_t>({1, 3});
@@ -623,6 +693,8 @@ void run_kernels(const Kernels& kernels) {
   int calls = 0;
   for (int64_t n : {1, 2, 63, 65, 257, 600})
     for (int repeat = 0; repeat < 3; ++repeat, ++calls) run_layer(kernels, n);
+  for (int64_t n : {1, 2, 47, 49, 65, 257})
+    for (int repeat = 0; repeat < 8; ++repeat, ++calls) run_small_layer(kernels, n);
   for (int repeat = 0; repeat < 20; ++repeat, ++calls) run_varlen(kernels, repeat % 2);
   for (int64_t n : {1, 2, 65, 600, 4097})
     for (double scale : {0.0, -1.0, 30.0, 1e4}) {

@@ -102,6 +102,7 @@ OPERATIONS = {
     "scan": Operation("the transform with `is_causal`, in one pass", _transform_why_not),
     "varlen": Operation("all sequences of `attention_varlen` in one kernel"),
     "layer": Operation("`self_attention` projected at the nodes", _transform_why_not),
+    "small_layer": Operation("`self_attention` of few tokens in one kernel"),
     "project": Operation("rank-1 queries and keys of a layer in one pass"),
     "stages": Operation("the transform in stages, for `distributed`", _transform_why_not),
 }
@@ -220,6 +221,7 @@ BACKENDS: dict[str, Backend] = {
                 "scan": Implementation(lambda: native.attention("cpu", "scan")),
                 "varlen": Implementation(native.cpu_varlen),
                 "layer": Implementation(native.cpu_layer),
+                "small_layer": Implementation(native.cpu_small_layer),
                 "project": Implementation(lambda: torch.ops.boltzattn.cpu_project),
                 "stages": Implementation(native.cpu_stages),
             },

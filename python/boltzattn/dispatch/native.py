@@ -10,15 +10,16 @@ from torch import Tensor
 
 from boltzattn.problem import (
     Gradients,
+    Keep,
     Kernels,
     LayerGradients,
     LayerKernels,
-    LayerOutputGradient,
     LayerProblem,
     OutputGradients,
     Problem,
-    Projection,
     Saved,
+    SelfAttentionProblem,
+    Wanted,
     schema,
 )
 from boltzattn.transform.stages import Stages
@@ -26,7 +27,7 @@ from boltzattn.transform.tolerances import LEVELS
 
 _FORWARD = schema(Problem)
 _BACKWARD = schema(OutputGradients, Saved, Problem)
-_PROJECT = schema(Projection)
+_PROJECT = "Tensor x, Tensor weight, Tensor? bias"
 _VARLEN = "Tensor query_starts, Tensor key_starts, Tensor by_transform"
 
 # What this file calls, with the arguments it passes: a library without them is of no use.
@@ -43,7 +44,10 @@ OPERATORS = {
         "cpu_varlen_backward": f"{_BACKWARD}, {_VARLEN}",
         "cpu_project": _PROJECT,
         "cpu_layer_forward": schema(LayerProblem),
-        "cpu_layer_backward": schema(LayerOutputGradient, LayerProblem),
+        "cpu_layer_backward": f"Tensor grad_out, {schema(LayerProblem)}",
+        "cpu_small_layer_forward": schema(SelfAttentionProblem, Keep),
+        "cpu_small_layer_backward": "Tensor grad_out, Tensor query_key, Tensor value, "
+        f"Tensor heads, Tensor lse, {schema(SelfAttentionProblem, Wanted)}",
         "cpu_stage_extents": _FORWARD,
         "cpu_stage_sizes": f"{_FORWARD}, Tensor ranges",
         "cpu_stage_moments": f"{_FORWARD}, Tensor extents, Tensor ranges",
@@ -104,6 +108,11 @@ def cpu_layer() -> LayerKernels:
         return LayerGradients._make(grads) if served else None
 
     return LayerKernels(forward, backward)
+
+
+def cpu_small_layer() -> tuple[Callable, Callable]:
+    ops = torch.ops.boltzattn
+    return ops.cpu_small_layer_forward.default, ops.cpu_small_layer_backward.default
 
 
 def cpu_stages() -> Stages:

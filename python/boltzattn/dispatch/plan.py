@@ -10,7 +10,7 @@ import torch
 
 from boltzattn.dispatch import backends
 from boltzattn.dispatch.backends import BACKENDS, METHODS, Request, operation_of
-from boltzattn.problem import Choice, unflatten
+from boltzattn.problem import Choice, SelfAttentionProblem
 
 
 class Plan(NamedTuple):
@@ -33,11 +33,13 @@ class Costs(NamedTuple):
     transform_token_column: float
     scan_token: float  # a query and a key
     scan_token_column: float
+    layer_token_column: float  # at the nodes: a column of a token, of x or of the output
     product: float  # a multiply-add of torch's matrix products
     core_product: float  # a multiply-add of the core, in fp64
 
 
-# One core of an AMD EPYC (Zen 3), fp32, fitted to the medians that `make micro` prints.
+# One core of an AMD EPYC, fp32, fitted to the medians that `make micro` prints (Zen 3; the last
+# three, which only layers use, Zen 4).
 CPU = Costs(
     direct_pair=0.75,
     direct_pair_column=0.022,
@@ -48,8 +50,9 @@ CPU = Costs(
     transform_token_column=0.32,
     scan_token=110.0,
     scan_token_column=3.2,
-    product=0.031,
-    core_product=0.06,
+    layer_token_column=0.85,
+    product=0.025,
+    core_product=0.045,
 )
 # An A100 by its data sheet: modelled, not measured. A pair takes about 30 fp32 operations (19.5e12
 # a second), a column of it 3 tf32 products (156e12); a token moves 59 bytes and a column of it,
@@ -65,6 +68,7 @@ GPU = Costs(
     transform_token_column=1e-3,
     scan_token=math.inf,  # no kernel yet
     scan_token_column=math.inf,
+    layer_token_column=1e-3,
     product=1.3e-5,
     core_product=1e-4,
 )
@@ -73,6 +77,13 @@ GPU = Costs(
 REFERENCE_TRANSFORM_HEAD = 3e6
 SCAN_HEAD = 2e4
 CORE_NODES = 150  # on the key axis, at ordinary temperatures
+# The kernel for few tokens packs the weights first. If they have more numbers than this, they leave
+# the cache, and torch's products are faster up to this many tokens.
+PACKED_WEIGHTS, PACKED_TOKENS = 200_000, 256
+# It computes in fp32; where the machine has products of bf16, torch is faster above this many.
+BFLOAT16_PRODUCTS = 10_000_000
+# Backward takes about this much longer at the nodes, relative to forward, than by projecting first.
+NODES_TRAINING = 1.3
 
 
 def costs(device: str) -> Costs:
@@ -116,53 +127,112 @@ def choose(request: Request, choice: Choice) -> Plan:
     return Plan(method, taken.name, backends.kernels(taken.name, operation))
 
 
-class LayerShape(NamedTuple):
-    """The sizes of a self-attention layer of rank 1."""
+class LayerRequest(NamedTuple):
+    """The facts of a self-attention layer that decide how it is computed."""
 
+    device: str
+    dtype: torch.dtype
     batch: int
     num_heads: int
     n: int
+    rank: int
     d: int
     dv: int
     d_out: int
     projects_out: bool
+    is_causal: bool
+    adds_mask: bool  # a floating key_mask
+    training: bool  # backward follows
 
-    def request(self, device: str, dtype: torch.dtype) -> Request:
-        return Request(device, dtype, self.num_heads * self.batch, self.n, self.n, 1, self.dv)
+    @classmethod
+    def of(cls, problem: SelfAttentionProblem, training: bool) -> LayerRequest:
+        x, w_o, num_heads, mask = problem.x, problem.w_o, problem.num_heads, problem.key_mask
+        *lead, n, d = x.shape
+        width = problem.w_v.shape[0]
+        return cls(
+            x.device.type,
+            x.dtype,
+            math.prod(lead),
+            num_heads,
+            n,
+            problem.w_q.shape[0] // num_heads,
+            d,
+            width // num_heads,
+            width if w_o is None else w_o.shape[0],
+            w_o is not None,
+            problem.is_causal,
+            mask is not None and mask.dtype != torch.bool,
+            training,
+        )
 
-
-def projects_at_nodes(device: str, dtype: torch.dtype, *sizes_and_choice: Any) -> bool:
-    """Whether a self-attention layer is cheaper with its projections applied at the nodes.
-
-    Takes the fields of a LayerShape and of a Choice: torch.compile cannot pass tuples on here.
-    """
-    shape, choice = unflatten(sizes_and_choice, LayerShape, Choice)
-    return _projects_at_nodes(device, dtype, shape, choice)
-
-
-# What torch.compiler.assume_constant_result sets: sizes are constants of a trace, and so is this.
-# Its decorator would import the whole compiler, and Triton, with the package.
-projects_at_nodes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    def attention(self) -> Request:
+        """The attention of the projected tokens."""
+        return Request(
+            self.device,
+            self.dtype,
+            self.num_heads * self.batch,
+            self.n,
+            self.n,
+            self.rank,
+            self.dv,
+            self.is_causal,
+        )
 
 
 @lru_cache(maxsize=1024)
-def _projects_at_nodes(device: str, dtype: torch.dtype, shape: LayerShape, choice: Choice) -> bool:
-    request = shape.request(device, dtype)
+def choose_layer(request: LayerRequest, choice: Choice) -> str:
+    """The way to compute a layer, "first", "small" or "nodes"; see `ops.layer`."""
+    if 0 in (request.batch, request.n, request.d, request.d_out):
+        return "first"
+    if _projects_at_nodes(request, choice):
+        return "nodes"
+    return "small" if _is_small(request, choice) else "first"
+
+
+@lru_cache(maxsize=1024)
+def layer_kernels(request: LayerRequest, operation: str, choice: Choice) -> Any:
+    """What computes "small_layer", "project" or "layer" for this layer."""
+    taken = backends.select(request.attention(), operation, choice.backend)
+    return backends.kernels(taken.name, operation)
+
+
+def _is_small(layer: LayerRequest, choice: Choice) -> bool:
+    """Whether one kernel takes less time than attention between torch's products."""
+    request = layer.attention()
+    taken = choose(request, choice)
+    if taken.method != "direct" or backends.why_not(request, "small_layer", taken.backend):
+        return False
+    weights, tokens = layer.num_heads * layer.dv * (layer.d + layer.d_out), layer.n * layer.batch
+    if weights > PACKED_WEIGHTS and tokens < PACKED_TOKENS:
+        return False
+    if layer.dtype == torch.bfloat16 and weights * tokens > BFLOAT16_PRODUCTS:
+        return not torch.cpu._is_avx512_bf16_supported()
+    return True
+
+
+def _projects_at_nodes(layer: LayerRequest, choice: Choice) -> bool:
+    """Whether the projections of value and output are cheaper at the nodes."""
+    if layer.rank != 1 or layer.is_causal or layer.adds_mask:
+        return False
+    if layer.num_heads > 1 and not layer.projects_out:  # the outputs of the heads do not add up
+        return False
+    request = layer.attention()
     if choose(request, choice).method != "transform":
         return False
     if not all(
         backends.can_serve(request, operation, choice.backend) for operation in ("layer", "project")
     ):
         return False
-    cost, dv, d, d_out = costs(device), shape.dv, shape.d, shape.d_out
-    outward = cost.product * dv if shape.projects_out else 0.0
+    cost, dv, d, d_out = costs(layer.device), layer.dv, layer.d, layer.d_out
+    outward = cost.product * dv if layer.projects_out else 0.0
     # The core meets the weight in every head; w_o w_v is formed once for the whole batch.
     fixed = d * d_out * request.heads * CORE_NODES * cost.core_product
-    fixed += d * d_out * shape.num_heads * outward
+    fixed += d * d_out * layer.num_heads * outward
     fixed += request.heads * cost.transform_head_column * (d_out - dv)
-    at_nodes = cost.transform_token_column * (d + d_out)
-    first = 2 * cost.transform_token_column * dv + cost.product * dv * d + outward * d_out
-    return fixed + request.heads * shape.n * at_nodes < request.heads * shape.n * first
+    at_nodes = fixed + request.heads * layer.n * cost.layer_token_column * (d + d_out)
+    column = 2 * cost.transform_token_column + cost.product * d
+    first = request.heads * layer.n * (column * dv + outward * d_out)
+    return at_nodes * (NODES_TRAINING if layer.training else 1.0) < first
 
 
 def _why_not_taken(other: Choice, taken: Plan, asked: Choice) -> str:

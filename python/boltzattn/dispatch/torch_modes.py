@@ -112,3 +112,13 @@ def may_bypass_dispatcher(fields: Sequence[Any]) -> bool:
         if kind is not Tensor and issubclass(kind, Tensor) and kind is not torch.nn.Parameter:
             return False
     return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def overrides_torch_function(x: Any) -> bool:
+    """Whether a tensor subclass has its own idea of torch's functions (a quantized weight, say)."""
+    own = getattr(type(x), "__torch_function__", None)
+    return getattr(own, "__func__", own) not in (
+        None,
+        Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
+        torch._C._disabled_torch_function_impl,
+    )

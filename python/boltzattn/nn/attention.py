@@ -473,17 +473,13 @@ class LowRankAttention(nn.Module):
 
     def _projections(self) -> Projections:
         """The weights as one call of `attend_layer` takes them."""
-        out, bias = self.out_proj, self.in_proj_bias
-        b_qk = b_v = None
-        if self.log_temperature is None:
-            w_qk = torch.cat((self.q_proj_weight, self.k_proj_weight))
-            if bias is not None:
-                b_qk, b_v = bias.split_with_sizes((2 * self._widths[0], self._widths[2]))
-        else:
-            w_q, b_q, b_k, b_v = self._query_weight_and_biases()
-            w_qk = torch.cat((w_q, self.k_proj_weight))
-            b_qk = None if b_q is None or b_k is None else torch.cat((b_q, b_k))
-        return Projections(w_qk, self.v_proj_weight, out.weight, b_qk, b_v, out.bias)
+        out = self.out_proj
+        w_q: Tensor = self.q_proj_weight
+        b_in: Tensor | None = self.in_proj_bias
+        if self.log_temperature is not None:
+            w_q, *biases = self._query_weight_and_biases()
+            b_in = None if b_in is None else torch.cat([b for b in biases if b is not None])
+        return Projections(w_q, self.k_proj_weight, self.v_proj_weight, out.weight, b_in, out.bias)
 
     def _query_weight_and_biases(
         self,

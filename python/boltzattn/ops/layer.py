@@ -1,187 +1,249 @@
-"""`boltzattn::layer`: rank-1 self-attention, the projections of value and output at the nodes.
+"""The ways to compute a self-attention layer; `boltzattn::self_attention` takes one of them.
 
-The output of a head is linear in its values, and the transform sums values into a few hundred nodes
-before anything else happens to them. So `weight = w_o w_v` need not meet the n tokens: sums of the
-raw rows are projected instead, and the n d d products of a layer disappear. The results of the
-heads add up to `[batch, n, d_out]`. docs/transform.md derives it.
-
-`boltzattn::project` computes the numbers of rank-1 queries and keys, `[batch, outputs, n]`, and
-their extents.
+* `first`: project every token, then attend.
+* `small`: the same in one kernel, for few tokens.
+* `nodes`: rank 1 by the transform, with the projections of value and output applied at its nodes.
+  The output of a head is linear in its values, and the transform sums values into a few hundred
+  nodes before anything else happens to them. So `weight = w_o w_v` need not meet the n tokens: sums
+  of the raw rows are projected instead, and the n d d products of a layer disappear. The results of
+  the heads add up to `[*L, n, d_out]`. docs/transform.md derives it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from boltzattn.dispatch import backends
+from boltzattn.dispatch import plan
 from boltzattn.dispatch.backends import Request
-from boltzattn.dispatch.torch_modes import without_autocast
-from boltzattn.ops.attention import attention, attention_backward
-from boltzattn.ops.operator import Operator, materialize, save, saved
+from boltzattn.dispatch.plan import LayerRequest
 from boltzattn.problem import (
     Choice,
-    LayerGradients,
-    LayerOutputGradient,
+    Kernels,
     LayerProblem,
     OutputGradients,
     Problem,
-    Projection,
-    unflatten,
+    Saved,
+    SelfAttentionGradients,
+    SelfAttentionProblem,
+    SelfAttentionResults,
+    SelfAttentionSaved,
+    Wanted,
 )
-from boltzattn.transform.stages import Extent
 
-_AUTO = Choice("auto", "auto")
-
-
-def _request(problem: LayerProblem) -> Request:
-    (batch, heads, n, rank), dv = problem.query.shape, problem.weight.shape[1]
-    device, dtype = problem.query.device.type, problem.query.dtype
-    return Request(device, dtype, batch * heads, n, n, rank, dv)
+# ---- project first ----
 
 
-def _kernels(problem: LayerProblem, choice: Choice) -> Any:
-    taken = backends.select(_request(problem), "layer", choice.backend)
-    return backends.kernels(taken.name, "layer")
-
-
-def _projected_heads(problem: LayerProblem) -> Iterator[Problem]:
-    """The attention of every head over values projected first; one at a time, to save memory."""
-    mask = None if problem.key_mask is None else problem.key_mask[:, None]
-    for head, weight in enumerate(problem.weight):
-        values = problem.value @ weight.mT
-        if problem.weight_bias is not None:
-            values = values + problem.weight_bias[head]
-        query, key = problem.query[:, head, None], problem.key[:, head, None]
-        yield Problem(query, key, values[:, None], None, mask, None, problem.scale, 0.0, False)
-
-
-def project_first(problem: LayerProblem) -> Tensor:
-    """The layer by projecting every token: differentiable, and the truth for the kernels."""
-    out = sum(attention(head, _AUTO)[0][:, 0] for head in _projected_heads(problem))
-    assert isinstance(out, Tensor)
-    return out if problem.out_bias is None else out + problem.out_bias
-
-
-def _project_first_backward(grad_out: Tensor, problem: LayerProblem) -> LayerGradients:
-    """The gradients of `project_first`, inside an operator where autograd is not available."""
-    grad_value = torch.zeros_like(problem.value)
-    by_head = []
-    for head, weight in zip(_projected_heads(problem), problem.weight, strict=True):
-        grads = OutputGradients(grad_out[:, None], None)
-        results = attention(head, _AUTO)
-        of_head = attention_backward(grads, results, head, _AUTO)
-        grad_query, grad_key, grad_values = of_head
-        grad_value += grad_values[:, 0] @ weight
-        by_head.append((grad_query, grad_key, (grad_values[:, 0].mT @ problem.value).sum(0)))
-    grad_query, grad_key, grad_weight = zip(*by_head, strict=True)
-    return LayerGradients(
-        torch.cat(grad_query, 1), torch.cat(grad_key, 1), grad_value, torch.stack(grad_weight)
+def _linear_query_key(problem: SelfAttentionProblem) -> Tensor:
+    w_q, w_k, bias = problem.w_q, problem.w_k, problem.b_in
+    return F.linear(
+        problem.x, torch.cat((w_q, w_k)), None if bias is None else bias[: 2 * w_q.shape[0]]
     )
 
 
-def _forward(problem: LayerProblem, choice: Choice) -> Tensor:
-    with without_autocast(problem.query.device.type):
-        out = _kernels(problem, choice).forward(problem)
-        return project_first(problem) if out is None else out.to(problem.value.dtype)
+def _linear_value(problem: SelfAttentionProblem) -> Tensor:
+    bias = problem.b_in
+    return F.linear(
+        problem.x, problem.w_v, None if bias is None else bias[2 * problem.w_q.shape[0] :]
+    )
 
 
-def _backward(grads: LayerOutputGradient, problem: LayerProblem, choice: Choice) -> LayerGradients:
-    with without_autocast(problem.query.device.type):
-        found = _kernels(problem, choice).backward(grads.out, problem)
-        if found is None:
-            return _project_first_backward(grads.out, problem)
-        return LayerGradients(*(g.to(problem.value.dtype) for g in found))
+def _heads_of(rows: Tensor, num_heads: int) -> Tensor:
+    """`[*L, n, num_heads * width]` as `[*L, num_heads, n, width]`."""
+    return rows.unflatten(-1, (num_heads, rows.shape[-1] // num_heads)).transpose(-2, -3)
 
 
-def _project(projection: Projection, choice: Choice) -> tuple[Tensor, Tensor]:
-    x, weight, _ = projection
-    (batch, n, _), outputs = x.shape, weight.shape[0]
-    request = Request(x.device.type, x.dtype, batch * outputs, n, n, 1, 1)
-    taken = backends.select(request, "project", choice.backend)
-    return backends.kernels(taken.name, "project")(*projection)
+def _rows_of(heads: Tensor) -> Tensor:
+    """`[*L, num_heads, n, width]` as `[*L, n, num_heads * width]`."""
+    return heads.transpose(-2, -3).flatten(-2)
 
 
-def _forward_fake(problem: LayerProblem, choice: Choice) -> Tensor:
-    batch, _, n, _ = problem.query.shape
-    return problem.value.new_empty(batch, n, problem.weight.shape[1])
+def _attention(problem: SelfAttentionProblem, query_key: Tensor, value: Tensor) -> Problem:
+    """The attention of projected tokens."""
+    num_heads, mask = problem.num_heads, problem.key_mask
+    query, key = query_key.split(problem.w_q.shape[0], -1)
+    query, key, value = (_heads_of(rows, num_heads) for rows in (query, key, value))
+    if mask is not None:
+        mask = mask.unsqueeze(-2).expand(*mask.shape[:-1], num_heads, mask.shape[-1])
+    return Problem(query, key, value, None, mask, None, problem.scale, 0.0, problem.is_causal)
 
 
-def _backward_fake(
-    grads: LayerOutputGradient, problem: LayerProblem, choice: Choice
-) -> LayerGradients:
-    inputs = problem.query, problem.key, problem.value, problem.weight
-    return LayerGradients(*(x.new_empty(x.shape) for x in inputs))
+def compose(problem: SelfAttentionProblem, attend: Callable[[Problem], Tensor]) -> Tensor:
+    """The layer from torch's operators and `attend`: differentiable as often as these are."""
+    attention = _attention(problem, _linear_query_key(problem), _linear_value(problem))
+    heads = _rows_of(attend(attention))
+    return heads if problem.w_o is None else F.linear(heads, problem.w_o, problem.b_o)
 
 
-def _project_fake(projection: Projection, choice: Choice) -> tuple[Tensor, Tensor]:
-    x, weight, _ = projection
-    lead = x.shape[0], weight.shape[0]
-    extents = x.new_empty(*lead, len(Extent._fields), dtype=torch.float64)
-    return x.new_empty(*lead, x.shape[1]), extents
+def _attention_kernels(attention: Problem, choice: Choice) -> Kernels:
+    return plan.choose(Request.of(attention), choice).kernels
 
 
-layer = Operator("layer", (LayerProblem, Choice), "Tensor", _forward, _forward_fake)
-layer_backward = Operator(
-    "layer_backward",
-    (LayerOutputGradient, LayerProblem, Choice),
-    "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight)",
-    _backward,
-    _backward_fake,
-)
-project = Operator(
-    "project",
-    (Projection, Choice),
-    "(Tensor numbers, Tensor extents)",
-    _project,
-    _project_fake,
-)
+def first_forward(problem: SelfAttentionProblem, choice: Choice) -> SelfAttentionResults:
+    query_key, value = _linear_query_key(problem), _linear_value(problem)
+    attention = _attention(problem, query_key, value)
+    attended, lse = _attention_kernels(attention, choice).forward(attention)
+    heads = _rows_of(attended)
+    if problem.w_o is None:
+        return SelfAttentionResults(heads, query_key, value, None, lse)
+    out = F.linear(heads, problem.w_o, problem.b_o)
+    return SelfAttentionResults(out, query_key, value, heads, lse)
 
 
-class Project(torch.autograd.Function):
-    """The numbers of queries and keys, differentiable, and their extents, which are not."""
+def first_backward(
+    grad_out: Tensor,
+    saved: SelfAttentionSaved,
+    problem: SelfAttentionProblem,
+    choice: Choice,
+    wanted: Wanted,
+) -> SelfAttentionGradients:
+    x, w_q, w_k, w_v, w_o, b_in, b_o = problem.inputs
+    query_key, value, heads, lse = saved.everything()
+    num_heads = problem.num_heads
+    attention = _attention(problem, query_key, value)
+    grad_heads = grad_out if w_o is None else grad_out @ w_o
+    parts = _attention_kernels(attention, choice).backward(
+        OutputGradients(_heads_of(grad_heads, num_heads), None),
+        Saved(_heads_of(heads, num_heads), lse.contiguous()),
+        attention,
+    )
+    of_query, of_key, of_value = (_rows_of(part).flatten(0, -2) for part in parts)
+    of_query_key = torch.cat((of_query, of_key), -1)
+    grad_x = grad_qk = grad_v = grad_o = grad_in = grad_b_o = None
+    if wanted.want_x:
+        grad_x = (of_value @ w_v).addmm_(of_query_key, torch.cat((w_q, w_k))).view(x.shape)
+    if wanted.want_weights:
+        tokens = x.flatten(0, -2)
+        grad_qk, grad_v = of_query_key.mT @ tokens, of_value.mT @ tokens
+        if b_in is not None:
+            grad_in = torch.cat((of_query_key.sum(0), of_value.sum(0)))
+        if w_o is not None:
+            incoming = grad_out.flatten(0, -2)
+            grad_o = incoming.mT @ heads.flatten(0, -2)
+            grad_b_o = None if b_o is None else incoming.sum(0)
+    return SelfAttentionGradients(grad_x, grad_qk, grad_v, grad_o, grad_in, grad_b_o)
 
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return project.run(*arguments)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        (x, weight, bias), _ = unflatten(inputs, Projection, Choice)
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple:
-        x, weight = ctx.saved_tensors
-        grad_bias = grad.sum((0, 2)) if ctx.has_bias else None
-        return grad.mT @ weight, (grad @ x).sum(0), grad_bias, None, None
+# ---- few tokens ----
 
 
-class Layer(torch.autograd.Function):
-    """The output of a layer."""
+def small_forward(
+    problem: SelfAttentionProblem, request: LayerRequest, choice: Choice, keep: bool
+) -> SelfAttentionResults:
+    run, _ = plan.layer_kernels(request, "small_layer", choice)
+    return SelfAttentionResults._make(run(*problem, keep))
 
-    @staticmethod
-    def forward(*arguments: Any) -> Tensor:
-        return layer.run(*arguments)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        save(ctx, *unflatten(inputs, LayerProblem, Choice))
+def small_backward(
+    grad_out: Tensor,
+    saved: SelfAttentionSaved,
+    problem: SelfAttentionProblem,
+    request: LayerRequest,
+    choice: Choice,
+    wanted: Wanted,
+) -> SelfAttentionGradients:
+    _, run = plan.layer_kernels(request, "small_layer", choice)
+    return SelfAttentionGradients._make(run(grad_out, *saved, *problem, *wanted))
 
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None) -> tuple:
-        problem, choice = saved(ctx)
-        if grad_out is None:
-            return (None,) * (len(problem) + len(choice))
-        grads = layer_backward(LayerOutputGradient(grad_out), problem, choice)
-        of_biases = _bias_gradients(grad_out, problem)
-        others = len(problem) + len(choice) - len(grads) - len(of_biases)
-        return *grads, *of_biases, *(None,) * others
+
+# ---- project at the nodes ----
+
+
+def _outward(problem: SelfAttentionProblem) -> Tensor | None:
+    """`[num_heads, d_out, dv]`"""
+    if problem.w_o is None:
+        return None
+    return problem.w_o.unflatten(1, (problem.num_heads, -1)).transpose(0, 1)
+
+
+def _inward(problem: SelfAttentionProblem) -> tuple[Tensor, Tensor | None]:
+    """`[num_heads, dv, d]`, `[num_heads, dv, 1]`"""
+    bias, num_heads = problem.b_in, problem.num_heads
+    if bias is not None:
+        bias = bias[2 * num_heads :].view(num_heads, -1, 1)
+    return problem.w_v.unflatten(0, (num_heads, -1)), bias
+
+
+def _node_problem(
+    problem: SelfAttentionProblem, numbers: Tensor, extents: Tensor | None
+) -> LayerProblem:
+    n, d = problem.x.shape[-2:]
+    outward, (weight, bias) = _outward(problem), _inward(problem)
+    if outward is not None:
+        weight = outward @ weight
+        bias = None if bias is None else outward @ bias
+    query, key = numbers.unsqueeze(-1).split(problem.num_heads, 1)
+    return LayerProblem(
+        query=query,
+        key=key,
+        value=problem.x.reshape(-1, n, d),
+        weight=weight,
+        weight_bias=None if bias is None else bias.squeeze(-1),
+        out_bias=problem.b_o,
+        key_mask=None if problem.key_mask is None else problem.key_mask.reshape(-1, n),
+        extents=extents,
+        scale=problem.scale,
+    )
+
+
+def nodes_forward(
+    problem: SelfAttentionProblem, request: LayerRequest, choice: Choice
+) -> SelfAttentionResults | None:
+    """None if the transform does not serve a head."""
+    x, num_heads = problem.x, problem.num_heads
+    n, d = x.shape[-2:]
+    bias = None if problem.b_in is None else problem.b_in[: 2 * num_heads]
+    project = plan.layer_kernels(request, "project", choice)
+    weight = torch.cat((problem.w_q, problem.w_k))
+    numbers, extents = project(x.reshape(-1, n, d), weight, bias)
+    layer = plan.layer_kernels(request, "layer", choice)
+    out = layer.forward(_node_problem(problem, numbers, extents))
+    if out is None:
+        return None
+    out = out.to(x.dtype).view(*x.shape[:-1], out.shape[-1])
+    query_key = numbers.mT.reshape(*x.shape[:-1], 2 * num_heads)
+    return SelfAttentionResults(out, query_key, None, None, None)
+
+
+def nodes_backward(
+    grad_out: Tensor,
+    query_key: Tensor,
+    problem: SelfAttentionProblem,
+    request: LayerRequest,
+    choice: Choice,
+) -> SelfAttentionGradients | None:
+    """None if the transform does not serve a head."""
+    x, num_heads, dtype = problem.x, problem.num_heads, problem.x.dtype
+    n = x.shape[-2]
+    numbers = query_key.reshape(-1, n, 2 * num_heads).mT
+    nodes = _node_problem(problem, numbers, None)
+    grad_out = grad_out.reshape(-1, n, grad_out.shape[-1])
+    found = plan.layer_kernels(request, "layer", choice).backward(grad_out, nodes)
+    if found is None:
+        return None
+    of_query, of_key, grad_x, grad_weight = (part.to(dtype) for part in found)
+    of_numbers = torch.cat((of_query, of_key), 1).squeeze(-1)
+    grad_x = grad_x + of_numbers.mT @ torch.cat((problem.w_q, problem.w_k))
+    grad_qk = (of_numbers @ nodes.value).sum(0)
+    of_bias, grad_b_o = _bias_gradients(grad_out, nodes)
+    grad_v, grad_o = grad_weight, None
+    outward, (inward, inward_bias) = _outward(problem), _inward(problem)
+    if outward is not None:
+        grad_v = outward.mT @ grad_weight
+        of_outward = grad_weight @ inward.mT
+        if of_bias is not None and inward_bias is not None:
+            of_outward = of_outward + of_bias[..., None] @ inward_bias.mT
+            of_bias = (outward.mT @ of_bias[..., None]).squeeze(-1)
+        grad_o = of_outward.transpose(0, 1).flatten(1)
+    grad_in = None
+    if of_bias is not None:
+        grad_in = torch.cat((of_numbers.sum((0, 2)), of_bias.reshape(-1)))
+    return SelfAttentionGradients(
+        grad_x.view(x.shape), grad_qk, grad_v.flatten(0, 1), grad_o, grad_in, grad_b_o
+    )
 
 
 def _bias_gradients(grad_out: Tensor, problem: LayerProblem) -> tuple[Tensor | None, Tensor | None]:
@@ -196,59 +258,3 @@ def _bias_gradients(grad_out: Tensor, problem: LayerProblem) -> tuple[Tensor | N
             sums = sums * ~problem.key_mask.all(1, keepdim=True)
         of_weight = sums.sum(0).expand_as(problem.weight_bias)
     return of_weight, of_out
-
-
-class LayerBackward(torch.autograd.Function):
-    """LayerGradients, which are differentiable once more."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(layer_backward.run(*arguments))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        save(ctx, *unflatten(inputs, LayerOutputGradient, LayerProblem, Choice))
-
-    @staticmethod
-    def backward(ctx: Any, *directions: Tensor | None) -> tuple:
-        (grad_out,), problem, choice = saved(ctx)
-        inputs = problem.query, problem.key, problem.value, problem.weight
-        moves = materialize(directions, inputs)
-        second = LayerDoubleBackward.apply(*moves, grad_out, *problem)
-        others = len(problem) + len(choice) - len(directions)
-        return *second, *(None,) * others
-
-
-class LayerDoubleBackward(torch.autograd.Function):
-    """Gradients of <directions, LayerBackward> for grad_out, query, key, value and weight.
-
-    A Function of its own so that a third derivative raises instead of being wrong.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        directions, (grad_out,), problem = unflatten(
-            arguments, LayerGradients, LayerOutputGradient, LayerProblem
-        )
-        with torch.enable_grad():
-            leaves = [
-                x.detach().requires_grad_()
-                for x in (grad_out, problem.query, problem.key, problem.value, problem.weight)
-            ]
-            grad_out, query, key, value, weight = leaves
-            problem = problem._replace(query=query, key=key, value=value, weight=weight)
-            out = project_first(problem._replace(out_bias=None))
-            first = torch.autograd.grad(out, leaves[1:], grad_out, create_graph=True)
-            return torch.autograd.grad(first, leaves, directions, materialize_grads=True)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        raise RuntimeError(
-            "self_attention can be differentiated twice, and a third derivative was asked for; "
-            "write it with (query @ key.mT * scale).softmax(-1) @ value to differentiate further"
-        )
-
-
-layer.differentiate_by(Layer)
-layer_backward.differentiate_by(LayerBackward)
-project.differentiate_by(Project)

@@ -34,16 +34,29 @@ class Operator:
     """
 
     def __init__(
-        self, name: str, kinds: tuple[Any, ...], results: str, kernel: Callable, fake: Callable
+        self,
+        name: str,
+        kinds: tuple[Any, ...],
+        results: str,
+        kernel: Callable,
+        fake: Callable,
+        complete: Callable = lambda found, _: found,
     ) -> None:
-        """`kernel` and `fake` take tuples of these kinds."""
+        """`kernel` and `fake` take tuples of these kinds.
+
+        `complete(found, promised)` turns what the kernel found into what the fake promised, for
+        kernels that may leave a result out where the dispatcher is bypassed.
+        """
         self.kinds, self.kernel = kinds, kernel
         self.name = name
         self.function: Any = None
         self.eager_function: Any = None
         self.forward_mode_function: Any = None
         library.define(f"{name}({schema(*kinds)}) -> {results}")
-        library.impl(name, self._of_fields(kernel), _KERNEL)
+        self.registered = self._of_fields(
+            lambda *tuples: complete(kernel(*tuples), lambda: fake(*tuples))
+        )
+        library.impl(name, self.registered, _KERNEL)
         torch.library.register_fake(f"boltzattn::{name}", self._of_fields(fake), lib=library)
         self.overload = getattr(torch.ops.boltzattn, name).default
 
@@ -102,12 +115,26 @@ class Operator:
 
         torch.library.register_vmap(f"boltzattn::{self.name}", rule, lib=library)
 
+    def loop_by_vmap(self, info: Any, in_dims: tuple, *fields: Any) -> tuple[Any, Any]:
+        """A rule for vmap: one call after the other."""
+        samples = [
+            self.overload(
+                *(
+                    x if dim is None else x.select(dim, i)
+                    for x, dim in zip(fields, in_dims, strict=True)
+                )
+            )
+            for i in range(info.batch_size)
+        ]
+        found = tuple(torch.stack(results) for results in zip(*samples, strict=True))
+        return found, (0,) * len(found)
+
     def __call__(self, *tuples: Any) -> Any:
         fields = [x for one in tuples for x in one]
         if forward_mode_active():
             return self.forward_mode_function.apply(*fields)
         bypass = may_bypass_dispatcher(fields)
-        if needs_gradient(fields):
+        if needs_gradient(fields) and not torch.compiler.is_compiling():
             return (self.eager_function if bypass else self.function).apply(*fields)
         if bypass:
             with torch._C._AutoDispatchBelowAutograd():
@@ -118,7 +145,7 @@ class Operator:
         """The operator without its gradient: the `forward` of its autograd.Function."""
         if may_bypass_dispatcher(fields):
             with torch._C._AutoDispatchBelowAutograd():
-                return self.kernel(*unflatten(fields, *self.kinds))
+                return self.registered(*fields)
         return self.overload(*fields)
 
 

@@ -93,8 +93,10 @@ class _Head:
     def end(self, panel: Tensor, ends: tuple[float, float]) -> Tensor:
         """Where keys are measured from on a panel."""
         high, low = ends
-        outer = torch.where(self.layout.measured_from_high(panel), high, low)
-        return torch.where(panel == 0, 0.5 * high + 0.5 * low, outer.double())
+        middle = 0.5 * high + 0.5 * low
+        at = torch.tensor([middle, high, low], dtype=torch.float64, device=panel.device)
+        which = torch.where(self.layout.measured_from_high(panel), 1, 2)
+        return at[which.masked_fill(panel == 0, 0)]
 
     def ends_of_nodes(self, ends: tuple[float, float]) -> Tensor:
         panels = torch.arange(self.layout.panels, device=self.t.device)

@@ -19,9 +19,9 @@ def both(
     monkeypatch: pytest.MonkeyPatch, tensors: dict[str, Tensor], heads: int, **call: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(by Triton at the nodes, dense in fp64)."""
-    ours = run(monkeypatch, True, tensors, heads, **call, **TRITON)
+    ours = run(monkeypatch, "nodes", tensors, heads, **call, **TRITON)
     doubles = {name: x.double() for name, x in tensors.items()}
-    return ours, run(monkeypatch, False, doubles, heads, **call, **DENSE)
+    return ours, run(monkeypatch, "first", doubles, heads, **call, **DENSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,6 +59,6 @@ def test_heads_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_as_the_cpu_and_bitwise_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = problem(torch.float32, **ALONE | {"n": 33})
-    first, second = (run(monkeypatch, True, tensors, 1, **TRITON) for _ in range(2))
+    first, second = (run(monkeypatch, "nodes", tensors, 1, **TRITON) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert_agrees(first, run(monkeypatch, True, tensors, 1), torch.float32)
+    assert_agrees(first, run(monkeypatch, "nodes", tensors, 1), torch.float32)
