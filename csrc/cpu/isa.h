@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <type_traits>
 #include <utility>
 
 #include "cpu/parallel.h"
@@ -37,6 +38,10 @@ struct Kernels {
   void (*transform_report)(const Attention&, TransformReport*);  // one per head
   void (*scan_forward)(const Attention&);                        // causal, rank 1
   void (*scan_backward)(const AttentionGradient&);
+  void (*stream_extent)(const Attention&, const Stream&, bool* finite, double* extent);
+  void (*stream_append)(const Attention&, const Stream&);
+  void (*stream_query)(const Attention&, const Stream&);
+  double (*stream_largest)(const Attention&);  // |t|, or NaN
   void (*varlen_forward)(const Attention&, const Sequence*, int64_t count);
   void (*varlen_backward)(const AttentionGradient&, const Sequence*, int64_t count);
   bool (*layer_forward)(const Attention&, const Layer&);  // false: not served, results void

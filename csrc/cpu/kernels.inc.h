@@ -28,6 +28,7 @@ namespace boltzattn::BOLTZATTN_ISA {
 #include "cpu/scan/table.h"
 #include "cpu/scan/forward.h"
 #include "cpu/scan/backward.h"
+#include "cpu/scan/stream.h"
 #include "cpu/varlen.h"
 
 // Kernels are templates of the arithmetic type: fp64 for fp64 tensors, else fp32.
@@ -68,6 +69,10 @@ static constexpr Kernels table(const char* name, bool (*supported)()) {
           BOLTZATTN_BY_DTYPE(transform_report),
           BOLTZATTN_BY_DTYPE(scan_forward),
           BOLTZATTN_BY_DTYPE(scan_backward),
+          stream_extent,
+          stream_append,
+          stream_query,
+          stream_largest,
           BOLTZATTN_BY_DTYPE(varlen_forward),
           BOLTZATTN_BY_DTYPE(varlen_backward),
           BOLTZATTN_BY_DTYPE(layer_forward),

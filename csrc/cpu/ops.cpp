@@ -444,6 +444,74 @@ small_layer_backward(Tensor grad_out, Tensor query_key, Tensor value, Tensor hea
   return {grad_x, grad_w_qk, grad_w_v, grad_w_o, grad_b_in, grad_b_o};
 }
 
+// ---- streams: see scan/stream.h ----
+
+#define BOLTZATTN_STREAM "float t_most, float ratio, int nodes, int levels"
+#define BOLTZATTN_STREAM_PARAMETERS double t_most, double ratio, int64_t nodes, int64_t levels
+#define BOLTZATTN_STREAM_ARGUMENTS t_most, ratio, nodes, levels
+
+Stream describe_stream(const Views& view, const Tensor& sums, const Tensor& z, const Tensor& ends,
+                       int64_t heads, int64_t dv, BOLTZATTN_STREAM_PARAMETERS) {
+  STD_TORCH_CHECK(nodes >= kLeastNodes && nodes <= kMostNodes && levels >= 0 &&
+                      levels <= kMostLevels && ratio > 1 && ratio <= kWidestRatio && t_most >= 0 &&
+                      t_most < INFINITY,
+                  "boltzattn: nodes, levels, ratio and t_most must be those of a layout");
+  Stream s{scan_layout_of(t_most, int(nodes), int(levels), ratio)};
+  const int64_t features = s.layout.features();
+  s.width = (dv + kStreamLanes - 1) / kStreamLanes * kStreamLanes;
+  s.sums = view.dense<double>("sums", sums, {heads, features, s.width}, Holds::kFloat64);
+  s.z = view.dense<double>("z", z, {heads, features}, Holds::kFloat64);
+  s.ends = view.dense<double>("ends", ends, {heads, 2}, Holds::kFloat64);
+  return s;
+}
+
+// The largest extent of a head's keys, these included. They are added only if it is within `most`;
+// NaN, and nothing is added, if a number is not finite.
+double stream_append(Tensor sums, Tensor z, Tensor ends, Tensor key, Tensor value, double most,
+                     BOLTZATTN_STREAM_PARAMETERS) {
+  Views view("key", key);
+  Attention call{};
+  call.heads = view.heads();
+  call.n_k = size_from_last("key", key, 1);
+  call.rank = 1;
+  call.dv = size_from_last("value", value, 0);
+  call.scale = 1;
+  call.key = view("key", key, call.n_k, 1);
+  call.value = view("value", value, call.n_k, call.dv);
+  const Stream s =
+      describe_stream(view, sums, z, ends, call.heads, call.dv, BOLTZATTN_STREAM_ARGUMENTS);
+  bool finite;
+  double extent;
+  kernels().stream_extent(call, s, &finite, &extent);
+  if (!finite) return NAN;
+  if (extent <= most) kernels().stream_append(call, s);
+  return extent;
+}
+
+// (out, lse, largest |t|); no result if that is above t_most, or NaN.
+std::tuple<Tensor, Tensor, double> stream_query(Tensor sums, Tensor z, Tensor ends, Tensor query,
+                                                int64_t head_dim, double scale,
+                                                BOLTZATTN_STREAM_PARAMETERS) {
+  STD_TORCH_CHECK(head_dim > 0, "boltzattn: head_dim must be at least 1");
+  Views view(query);
+  Attention call{};
+  call.heads = view.heads();
+  call.n_q = size_from_last("query", query, 1);
+  call.rank = 1;
+  call.dv = head_dim;
+  call.scale = scale;
+  call.query = view("query", query, call.n_q, 1);
+  const Stream s =
+      describe_stream(view, sums, z, ends, call.heads, head_dim, BOLTZATTN_STREAM_ARGUMENTS);
+  Tensor out = view.result({call.n_q, head_dim});
+  Tensor lse = view.result({call.n_q}, ScalarType::Double);
+  call.out = view("out", out, call.n_q, head_dim);
+  call.lse = view("lse", lse, call.n_q, kNone, Holds::kFloat64);
+  const double largest = kernels().stream_largest(call);
+  if (largest <= t_most) kernels().stream_query(call, s);
+  return {out, lse, largest};
+}
+
 // ---- the transform in stages: see transform/stages.h ----
 
 // The call of one process among several. The processes have agreed on the ranges.
@@ -565,6 +633,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
       "Tensor lse, " BOLTZATTN_SELF_ATTENTION
       ", bool want_x, bool want_weights) -> "
       "(Tensor?, Tensor?, Tensor?, Tensor?, Tensor?, Tensor?)");
+  m.def(
+      "cpu_stream_append(Tensor(a!) sums, Tensor(b!) z, Tensor(c!) ends, Tensor key, Tensor value, "
+      "float most, " BOLTZATTN_STREAM ") -> float");
+  m.def(
+      "cpu_stream_query(Tensor sums, Tensor z, Tensor ends, Tensor query, int head_dim, "
+      "float scale, " BOLTZATTN_STREAM ") -> (Tensor, Tensor, float)");
   m.def("cpu_stage_extents(" BOLTZATTN_PROBLEM ") -> Tensor");
   m.def("cpu_stage_sizes(" BOLTZATTN_PROBLEM ", Tensor ranges) -> (int, int)");
   m.def("cpu_stage_moments(" BOLTZATTN_PROBLEM ", Tensor extents, Tensor ranges) -> Tensor");
@@ -594,6 +668,8 @@ STABLE_TORCH_LIBRARY_IMPL(boltzattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_layer_backward", TORCH_BOX(&layer_backward));
   m.impl("cpu_small_layer_forward", TORCH_BOX(&small_layer_forward));
   m.impl("cpu_small_layer_backward", TORCH_BOX(&small_layer_backward));
+  m.impl("cpu_stream_append", TORCH_BOX(&stream_append));
+  m.impl("cpu_stream_query", TORCH_BOX(&stream_query));
   m.impl("cpu_stage_extents", TORCH_BOX(&stage_extents));
   m.impl("cpu_stage_sizes", TORCH_BOX(&stage_sizes));
   m.impl("cpu_stage_moments", TORCH_BOX(&stage_moments));

@@ -1,7 +1,7 @@
 // The description of a call that a kernel receives: sizes and strided tensors. No torch.
 #pragma once
 
-#include "spec/types.h"
+#include "spec/scan.h"
 
 namespace boltzattn {
 
@@ -65,6 +65,16 @@ struct SharedRange {
   double n_q, n_k;  // of one machine, for the cost of the layout
   double level;     // of precision; negative: not for the transform
 };
+
+// The state of streams, one per head: see scan/stream.h.
+struct Stream {
+  ScanLayout layout;
+  int64_t width;  // columns of `sums`, a multiple of kStreamLanes
+  double* sums;   // [heads][features][width]
+  double* z;      // [heads][features]
+  double* ends;   // [heads][2]: the largest and the smallest key
+};
+constexpr int64_t kStreamLanes = 8;
 
 // Numbers of rank-1 queries and keys from tokens: out = weight x + bias.
 struct Projection {

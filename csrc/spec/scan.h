@@ -78,6 +78,16 @@ BOLTZATTN_HD double scan_kappa(DType dtype, int nodes) {
   return kappa[int(dtype)][(nodes - kLeastNodes) / kNodeStep];
 }
 
+// A layout of given sizes.
+BOLTZATTN_HD ScanLayout scan_layout_of(double t_most, int nodes, int levels, double ratio) {
+  ScanLayout layout{};
+  layout.nodes = nodes;
+  layout.levels = levels;
+  layout.ratio = ratio;
+  for (int k = 0; k <= levels; ++k) layout.edge[k] = t_most * ::pow(ratio, double(k - levels));
+  return layout;
+}
+
 // The layout with fewest features for queries |t| <= t_most and this many keys, which lie `extent`
 // apart at most.
 BOLTZATTN_HD ScanLayout make_scan_layout(DType dtype, double t_most, double extent, int64_t keys) {
@@ -92,9 +102,7 @@ BOLTZATTN_HD ScanLayout make_scan_layout(DType dtype, double t_most, double exte
     best.levels = int(levels);
     best.ratio = ratio;
   }
-  for (int k = 0; k <= best.levels; ++k)
-    best.edge[k] = t_most * ::pow(best.ratio, double(k - best.levels));
-  return best;
+  return scan_layout_of(t_most, best.nodes, best.levels, best.ratio);
 }
 
 // The bound of the error of out, relative to the largest value.

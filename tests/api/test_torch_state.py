@@ -74,7 +74,7 @@ def forward_mode() -> tuple[Tensor, ...]:
 
 
 def stream() -> tuple[Tensor, ...]:
-    made = boltzattn.StreamingAttention(num_heads=2, head_dim=3, dtype=torch.float64)
+    made = boltzattn.StreamingAttention(2, 3, query_bound=9.0, dtype=torch.float64)
     for _ in range(2):
         made.append(draw(2, 1500, 1).detach(), draw(2, 1500, 3).detach())
     made.load_state_dict(made.state_dict())

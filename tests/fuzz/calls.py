@@ -99,8 +99,9 @@ def _ours(case: Case, inputs: Inputs) -> Function:
 
     def stream(query: Tensor, key: Tensor, value: Tensor) -> Outputs:
         scale = 1.0 if case.scale is None else case.scale
+        bound = max(float(query.double().abs().max()), 1e-300)
         found = boltzattn.StreamingAttention(
-            case.lead, case.dv, scale=scale, dtype=DTYPES[case.dtype]
+            case.lead, case.dv, bound, scale=scale, dtype=DTYPES[case.dtype]
         )
         for first, last in itertools.pairwise(inputs.starts_k):
             found.append(key[..., first:last, :], value[..., first:last, :])

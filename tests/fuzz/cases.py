@@ -169,8 +169,6 @@ def draw(seed: int) -> Case:
     family = pick(*FAMILIES)
     if kind == "layer" and family in ("denormal", "huge"):
         family = "gaussian"
-    if kind == "stream":
-        temperature = min(temperature, 6e4)
     return Case(
         seed=seed,
         kind=kind,

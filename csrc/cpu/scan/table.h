@@ -133,6 +133,8 @@ template <class T>
 struct ChunkValues {
   ChunkRows<T> from[3];
 
+  // As they are.
+  explicit ChunkValues(const ChunkRows<T>& values) : from{values, values, values} {}
   // block: [2][kScanChunk][width]
   ChunkValues(const ChunkRows<T>& values, int64_t keys, const Centres<T>& centres, T* block)
       : from{values,
@@ -153,6 +155,9 @@ struct ScanTable {
     return features * (width * (8 + (kCopied ? int64_t(sizeof(T)) : 0)) + 8);
   }
   static constexpr int kPieces = 3;
+  // A table in fp64 that lies in memory already.
+  ScanTable(int64_t features, int64_t width, double* sums, double* z)
+      : features(features), width(width), sums(sums), rounded(sums), z(z) {}
   ScanTable(int64_t features, int64_t width, Scratch& scratch)
       : features(features), width(width), sums(scratch.take<double>(features * width)) {
     if constexpr (kCopied)

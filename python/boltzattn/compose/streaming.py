@@ -1,62 +1,51 @@
-"""Softmax attention over a stream of keys and values that is not kept.
-
-At rank 1 a block of keys and values acts on any query through a few hundred sums, its moments on
-the nodes of a key axis (docs/transform.md). Blocks are merged by treating the nodes of both as keys
-with weights. Merged pairwise in doubling sizes, like the digits of a binary counter, n tokens leave
-O(log n) blocks behind, and each was interpolated O(log n) times. Everything is fp64.
-"""
+"""Attention over a stream of tokens: a state of fixed size instead of keys and values."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from boltzattn.dispatch.extension import cpu_unavailable
 from boltzattn.problem import DTYPES, accumulate_dtype
-from boltzattn.transform.layout import KEY_STRIP, Axis, lagrange_weights, make_axis
-from boltzattn.transform.tolerances import (
-    LARGEST_PRODUCT,
-    LEAST_NODES,
-    MOST_NODES,
-    NODE_STEP,
-    PRECISION,
+from boltzattn.reference import stream as reference
+from boltzattn.transform.layout import lagrange_weights
+from boltzattn.transform.scan_layout import (
+    MOST_LEVELS,
+    SCAN_PRECISION,
+    ScanLayout,
+    scan_kappa,
+    scan_layout_of,
+    scan_ratio,
 )
+from boltzattn.transform.tolerances import LEAST_NODES, MOST_NODES, NODE_STEP
 
-LEAF = 512  # tokens that are kept as they are until they become a block
-MOST_KEYS = 2**24  # interpolation errors of so many keys may add up at random
-WEIGHTS_AT_ONCE = 1 << 20  # of a query
-
-
-@dataclass
-class _Block:
-    """Sums over some tokens on the nodes of a key axis between their least and largest key."""
-
-    count: int
-    low: Tensor  # [heads]
-    high: Tensor  # [heads]
-    sums: Tensor  # [heads, nodes, dv + 1]; the last column sums the weights
+MOST_KEYS = 10**7  # interpolation errors of so many keys may add up
+LANES = 8  # columns of a table are padded to whole vectors
 
 
 class StreamingAttention:
-    """Exact attention over all keys and values appended so far, in memory O(log n).
+    """Exact attention over all keys and values appended so far, in memory that does not grow.
 
-    Rank 1. Results obey the same error bounds as `attention`, as long as no two logits of a query
-    differ by more than `logit_bound`; beyond that `query` raises.
+    Rank 1. The state is a table over about a hundred nodes of the query axis, which is all that a
+    query needs to know of the keys (docs/transform.md, "a scan"). Keys may have any range: if it
+    grows, nodes are added. Queries must stay within `query_bound`. Results obey the error bounds of
+    `attention`. There are no gradients.
 
     Args:
         num_heads: the leading shape, a number of heads or `(batch, num_heads)`.
         head_dim: width of the values.
+        query_bound: the largest magnitude of a query; a query beyond it raises. The state grows
+            with the logarithm of `query_bound` times the range of the keys.
         scale: factor on the logits; default 1, as in `attention` at rank 1.
-        logit_bound: largest difference of two logits that can be served; the state grows with its
-            logarithm.
-        dtype: of keys, values, queries and results.
+        dtype: of keys, values, queries and results; the state is fp64.
         device: where the state lives.
 
     Example:
-        >>> stream = boltzattn.StreamingAttention(num_heads=2, head_dim=3)
+        >>> stream = boltzattn.StreamingAttention(num_heads=2, head_dim=3, query_bound=5.0)
         >>> k, v, q = torch.randn(2, 5000, 1), torch.randn(2, 5000, 3), torch.randn(2, 4, 1)
         >>> stream.append(k[:, :4000], v[:, :4000])
         >>> stream.append(k[:, 4000:], v[:, 4000:])
@@ -68,9 +57,9 @@ class StreamingAttention:
         self,
         num_heads: int | tuple[int, ...],
         head_dim: int,
+        query_bound: float,
         *,
         scale: float = 1.0,
-        logit_bound: float = 1e5,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -79,134 +68,65 @@ class StreamingAttention:
             raise ValueError(
                 f"num_heads must be a positive number or a tuple of them, got {num_heads!r}"
             )
-        if head_dim < 1:
-            raise ValueError(f"head_dim must be at least 1, got {head_dim}")
+        if not (isinstance(head_dim, int) and head_dim >= 1):
+            raise ValueError(f"head_dim must be an integer of at least 1, got {head_dim!r}")
+        if not (0 < query_bound < math.inf):
+            raise ValueError(f"query_bound must be a positive finite number, got {query_bound}")
         if not math.isfinite(scale):
             raise ValueError(f"scale must be a finite number, got {scale}")
-        if not 0 < logit_bound <= LARGEST_PRODUCT:
-            raise ValueError(
-                f"logit_bound must be between 0 and {LARGEST_PRODUCT:g}, got {logit_bound}"
-            )
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
-        self.lead, self.head_dim, self.scale, self.dtype = lead, head_dim, float(scale), dtype
-        self.logit_bound = float(logit_bound)
-        self.device = torch.device(device)
-        self._axis = _key_axis(
-            self.logit_bound, 1e-16 if dtype == torch.float64 else PRECISION[torch.float32]
-        )
-        self._positions = self._axis.positions(self.device).tanh()
-        self._edge = math.tanh(-self._axis.origin)
-        self._blocks: list[_Block] = []  # oldest and largest first
-        # [i]: block i, and blocks 0 .. i as one; made when asked for.
-        self._running: list[tuple[_Block, _Block]] = []
-        heads = math.prod(lead)
-        self._tail = torch.empty(heads, LEAF, head_dim + 2, dtype=torch.float64, device=self.device)
-        self._tail_count = 0
-        self._low = torch.full((heads,), math.inf, dtype=torch.float64, device=self.device)
-        self._high = -self._low
+        self.lead, self.head_dim, self.dtype = lead, head_dim, dtype
+        self.query_bound, self.scale = float(query_bound), float(scale)
+        # Tensors name their device with its index.
+        self.device = torch.empty(0, device=device).device
+        self._nodes, self._ratio = _panel(SCAN_PRECISION[dtype])
+        self._kappa = scan_kappa(SCAN_PRECISION[dtype], self._nodes)
         self._count = 0
+        self._layout = self._layout_with(0)
+        heads, width = math.prod(lead), -(-head_dim // LANES) * LANES
+        new = partial(torch.zeros, dtype=torch.float64, device=self.device)
+        self._sums = new(heads, self._layout.panels * self._nodes, width)
+        self._z = new(heads, self._layout.panels * self._nodes)
+        self._ends = new(heads, 2)  # the largest and the smallest key
+        self._ends[:, 0], self._ends[:, 1] = -math.inf, math.inf
 
     def __len__(self) -> int:
         """Tokens appended so far."""
         return self._count
 
     def state_bytes(self) -> int:
-        """Memory of the state, caches included."""
-        merged = [so_far for _, so_far in self._running]
-        blocks = {id(block): block for block in (*self._blocks, *merged)}
-        tensors = [x for b in blocks.values() for x in (b.low, b.high, b.sums)]
-        return sum(x.numel() * x.itemsize for x in (*tensors, self._tail, self._low, self._high))
+        """Memory of the state."""
+        return sum(x.numel() * x.itemsize for x in (self._sums, self._z, self._ends))
 
     @torch.no_grad()
     def append(self, key: Tensor, value: Tensor) -> None:
         """Take in keys `[*num_heads, n, 1]` and values `[*num_heads, n, head_dim]`; any n, also 1.
 
-        They are not kept, and no gradient flows to them.
+        They are not kept.
         """
         n = key.shape[-2] if isinstance(key, Tensor) and key.ndim >= 2 else 0
         self._check("key", key, (*self.lead, n, 1))
         self._check("value", value, (*self.lead, n, self.head_dim))
-        rows = torch.cat([key, value, torch.ones_like(key)], -1).double()
-        rows = rows.reshape(math.prod(self.lead), n, self.head_dim + 2)
-        if not bool(rows.isfinite().all()):
+        if n == 0:
+            return
+        extent = self._append(key, value)
+        if math.isnan(extent):
             raise ValueError(
                 "key and value must be finite: a stream cannot take back what was appended"
             )
-        if n == 0:
-            return
-        self._low = torch.minimum(self._low, rows[..., 0].amin(1))
-        self._high = torch.maximum(self._high, rows[..., 0].amax(1))
+        if extent > self._reach(self._layout.levels):
+            self._refine(self._levels_for(extent))
+            self._append(key, value)
         self._count += n
-        for piece in rows.split(16 * LEAF, 1):
-            self._append_rows(piece)
 
-    def _append_rows(self, rows: Tensor) -> None:
-        n = rows.shape[1]
-        if self._tail_count + n < LEAF:
-            self._tail[:, self._tail_count : self._tail_count + n] = rows
-            self._tail_count += n
-            return
-        rows = torch.cat([self._tail[:, : self._tail_count], rows], 1)
-        self._tail_count = 0
-        keys = rows[..., 0].contiguous()
-        low, high = keys.amin(1), keys.amax(1)
-        self._blocks.append(self._deposit(rows.shape[1], low, high, keys, rows[..., 1:]))
-        self._settle()
-
-    def _settle(self) -> None:
-        """Merge neighbours until every block is at least twice as large as the next."""
-        for i in range(len(self._blocks) - 1, 0, -1):
-            larger, smaller = self._blocks[i - 1], self._blocks[i]
-            if larger.count < 2 * smaller.count:
-                self._blocks[i - 1 : i + 1] = [self._merged(larger, smaller)]
-        # What was merged of blocks that are still there is kept.
-        same = 0
-        for block, (source, _) in zip(self._blocks, self._running, strict=False):
-            if block is not source:
-                break
-            same += 1
-        del self._running[same:]
-
-    def _whole(self) -> _Block | None:
-        """All blocks as one. What the latest blocks did not touch is not merged again."""
-        for block in self._blocks[len(self._running) :]:
-            so_far = self._merged(self._running[-1][1], block) if self._running else block
-            self._running.append((block, so_far))
-        return self._running[-1][1] if self._running else None
-
-    def _nodes(self, block: _Block) -> Tensor:
-        """Where the nodes of a block lie, [heads, nodes]."""
-        middle, half = 0.5 * (block.low + block.high), 0.5 * (block.high - block.low)
-        return middle[:, None] + (half / self._edge)[:, None] * self._positions
-
-    def _merged(self, a: _Block, b: _Block) -> _Block:
-        keys = torch.cat([self._nodes(a), self._nodes(b)], 1)
-        low, high = torch.minimum(a.low, b.low), torch.maximum(a.high, b.high)
-        return self._deposit(a.count + b.count, low, high, keys, torch.cat([a.sums, b.sums], 1))
-
-    def _deposit(self, count: int, low: Tensor, high: Tensor, keys: Tensor, rows: Tensor) -> _Block:
-        """Sum rows [heads, m, dv + 1] at keys [heads, m] onto the nodes between low and high."""
-        axis = self._axis
-        middle, half = 0.5 * (low + high), 0.5 * (high - low)
-        place = (keys - middle[:, None]) * (self._edge / half)[:, None]
-        # Equal keys: all nodes lie there, too, and any place will do.
-        place = torch.where(half[:, None] > 0, place, 0.0).clamp(-self._edge, self._edge)
-        panel, local = axis.locate(place.atanh())
-        order = panel.argsort(dim=1, stable=True)
-        sums = rows.new_zeros(rows.shape[0], axis.size, rows.shape[2])
-        for h in range(rows.shape[0]):
-            counts = panel[h].bincount(minlength=axis.panels).tolist()
-            weights = lagrange_weights(axis.nodes, local[h, order[h]])
-            first = 0
-            for p, m in enumerate(counts):
-                if m == 0:
-                    continue
-                here = order[h, first : first + m]
-                nodes = slice(p * axis.nodes, (p + 1) * axis.nodes)
-                sums[h, nodes] = weights[first : first + m].T @ rows[h, here]
-                first += m
-        return _Block(count, low, high, sums)
+    def _append(self, key: Tensor, value: Tensor) -> float:
+        most = self._reach(self._layout.levels)
+        if self._native:
+            return torch.ops.boltzattn.cpu_stream_append(
+                *self._state, key, value, most, *self._layout_numbers
+            )
+        return reference.append(self._layout, *self._state, key, value, most)
 
     @torch.no_grad()
     def query(self, query: Tensor, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -217,100 +137,166 @@ class StreamingAttention:
         """
         n = query.shape[-2] if isinstance(query, Tensor) and query.ndim >= 2 else 0
         self._check("query", query, (*self.lead, n, 1))
-        t = query.double().reshape(math.prod(self.lead), n) * self.scale
-        out = t.new_zeros(*t.shape, self.head_dim)
-        lse = torch.full_like(t, -math.inf)
-        if self._count > 0 and n > 0:
-            largest = float((t.abs().amax(1) * (self._high - self._low)).max())
-            if not largest <= self.logit_bound:
-                raise ValueError(
-                    f"query must not make logits that differ by more than logit_bound = "
-                    f"{self.logit_bound:g}, got {largest:g}; scale the queries down, or build the "
-                    "stream with a larger logit_bound"
-                )
-            sources = [
-                (self._tail[:, : self._tail_count, 0], self._tail[:, : self._tail_count, 1:])
-            ]
-            whole = self._whole()
-            if whole is not None:
-                sources.append((self._nodes(whole), whole.sums))
-            points = sum(keys.shape[1] for keys, _ in sources)
-            step = max(1, WEIGHTS_AT_ONCE // (points * t.shape[0]))
-            for first in range(0, n, step):
-                rows = slice(first, first + step)
-                out[:, rows], lse[:, rows] = self._attend(t[:, rows], sources)
-        out = out.reshape(*self.lead, n, self.head_dim).to(self.dtype)
-        if not return_lse:
-            return out
-        return out, lse.reshape(*self.lead, n).to(accumulate_dtype(self.dtype))
+        if self._native:
+            out, lse, largest = torch.ops.boltzattn.cpu_stream_query(
+                *self._state, query, self.head_dim, self.scale, *self._layout_numbers
+            )
+        else:
+            out, lse, largest = reference.query(
+                self._layout, *self._state, query, self.head_dim, self.scale
+            )
+        if not largest <= self._layout.edges[-1]:
+            got = "NaN" if math.isnan(largest) else f"{float(query.abs().max()):g}"
+            raise ValueError(
+                f"query must be within query_bound = {self.query_bound:g}, got {got}; scale the "
+                "queries down, or build the stream with a larger query_bound"
+            )
+        return (out, lse.to(accumulate_dtype(self.dtype))) if return_lse else out
 
-    def _attend(self, t: Tensor, sources: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        # Logits are measured from the key of most weight: the largest for t > 0, else the smallest.
-        # Of the two products of a pair one is 0, so this rounds once.
-        signs = torch.stack([t.clamp(min=0.0), t.clamp(max=0.0)], -1)
-        total: Tensor | None = None
-        for keys, rows in sources:
-            gaps = torch.stack([keys - self._high[:, None], keys - self._low[:, None]], 1)
-            part = (signs @ gaps).exp_() @ rows
-            total = part if total is None else total + part
-        assert total is not None
-        top = torch.where(t > 0, self._high[:, None], self._low[:, None])
-        z = total[..., self.head_dim]
-        return total[..., : self.head_dim] / z[..., None], z.log() + t * top
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Append tokens, then query: what a causal decoder does with every token it adds."""
+        self.append(key, value)
+        out = self.query(query)
+        assert isinstance(out, Tensor)
+        return out
 
     def merge(self, other: StreamingAttention) -> None:
         """Take in all that another stream has taken in; that one stays as it is."""
         mine, its = self._settings(), other._settings()
         if mine != its:
             raise ValueError(f"other must be a stream with the settings of this one, {mine}: {its}")
-        self._low = torch.minimum(self._low, other._low)
-        self._high = torch.maximum(self._high, other._high)
+        if other._count == 0:
+            return
+        copy = StreamingAttention.__new__(StreamingAttention)
+        copy.__dict__.update(other.__dict__)
+        copy._sums, copy._z, copy._ends = (x.clone() for x in other._state)
+        ends = reference.joined(self._ends, other._ends)
+        levels = self._levels_for(float((ends[:, 0] - ends[:, 1]).max()))
+        for stream in (self, copy):
+            stream._refine(max(levels, self._layout.levels, copy._layout.levels))
+            reference.move(stream._layout, stream._sums, stream._z, stream._ends, ends)
+        self._sums += copy._sums
+        self._z += copy._z
+        self._ends = ends
         self._count += other._count
-        self._running.clear()
-        self._blocks = sorted([*self._blocks, *other._blocks], key=lambda block: -block.count)
-        self._settle()
-        if other._tail_count:
-            self._append_rows(other._tail[:, : other._tail_count].clone())
+
+    # ---- the layout ----
+
+    @property
+    def _state(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._sums, self._z, self._ends
+
+    @property
+    def _native(self) -> bool:
+        return self.device.type == "cpu" and cpu_unavailable() is None
+
+    @property
+    def _layout_numbers(self) -> tuple[float, float, int, int]:
+        return self._layout.edges[-1], self._ratio, self._nodes, self._layout.levels
+
+    def _layout_with(self, levels: int) -> ScanLayout:
+        t_most = self.query_bound * abs(self.scale)
+        return scan_layout_of(t_most, self._nodes, levels, self._ratio)
+
+    def _reach(self, levels: int) -> float:
+        """The largest extent of the keys for which this many levels are enough."""
+        t_most = self._layout.edges[-1]
+        return math.inf if t_most == 0 else 2 * self._kappa * self._ratio**levels / t_most
+
+    def _levels_for(self, extent: float) -> int:
+        levels = self._layout.levels
+        while extent > self._reach(levels):
+            levels += 1
+            if levels > MOST_LEVELS:
+                raise ValueError(
+                    f"key must not lie so far from other keys: {extent:g} apart, with queries up "
+                    f"to query_bound = {self.query_bound:g}; scale keys or query_bound down"
+                )
+        return levels
+
+    def _refine(self, levels: int) -> None:
+        """Split the central panel. Inside it the table is smooth: it is read at the new nodes."""
+        old, added = self._layout, levels - self._layout.levels
+        if added <= 0:
+            return
+        new = self._layout_with(levels)
+        node = new.nodes_of_panels(self.device)
+        inner = [0, *range(1, added + 1), *range(levels + 1, levels + added + 1)]
+        at = node[inner]
+        basis = lagrange_weights(old.nodes, (at / old.edges[0]).flatten())
+        # From the middle of the keys to the ends of the new panels.
+        alive = (self._ends[:, 1] <= self._ends[:, 0])[:, None]
+        end = reference.end_of_panels(new, self._ends)[:, inner]
+        gap = torch.where(alive, end[:, :1] - end, 0.0)
+        factor = (at * gap[..., None]).exp().flatten(1)
+
+        def split(table: Tensor) -> Tensor:
+            panels = table.unflatten(1, (old.panels, old.nodes))
+            shape = (len(table), len(inner), old.nodes, -1)
+            found = ((basis @ panels[:, 0]) * factor[..., None]).view(shape)
+            outer = old.levels
+            parts = (
+                *(found[:, : added + 1], panels[:, 1 : outer + 1]),
+                *(found[:, added + 1 :], panels[:, outer + 1 :]),
+            )
+            return torch.cat(parts, 1).flatten(1, 2)
+
+        table = split(torch.cat([self._sums, self._z[..., None]], -1))
+        self._sums, self._z = table[..., :-1].contiguous(), table[..., -1].contiguous()
+        self._layout = new
+
+    # ---- state ----
 
     def _settings(self) -> dict[str, Any]:
         return {
             "num_heads": self.lead,
             "head_dim": self.head_dim,
+            "query_bound": self.query_bound,
             "scale": self.scale,
-            "logit_bound": self.logit_bound,
             "dtype": self.dtype,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything there is to know; `load_state_dict` goes on from it, bit for bit."""
+        """A copy of the state; `load_state_dict` continues from it, bit for bit."""
         return {
             "settings": self._settings(),
             "count": self._count,
-            "low": self._low.clone(),
-            "high": self._high.clone(),
-            "tail": self._tail[:, : self._tail_count].clone(),
-            "blocks": [
-                {"count": b.count, "low": b.low, "high": b.high, "sums": b.sums}
-                for b in self._blocks
-            ],
+            "levels": self._layout.levels,
+            "sums": self._sums.clone(),
+            "z": self._z.clone(),
+            "ends": self._ends.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the state by one that `state_dict` gave."""
+        """Replace the state by a copy of what `state_dict` returned; raises if it is not that."""
+        names = {"settings", "count", "levels", "sums", "z", "ends"}
+        if missing := names - state.keys():
+            raise ValueError(f"state must have the entries of state_dict(), lacks {min(missing)!r}")
         mine, its = self._settings(), state["settings"]
         if mine != its:
             raise ValueError(
                 f"state must come from a stream with the settings of this one, {mine}: {its}"
             )
-        self._count = state["count"]
-        self._low, self._high = (state[name].to(self.device).clone() for name in ("low", "high"))
-        self._tail_count = state["tail"].shape[1]
-        self._tail[:, : self._tail_count] = state["tail"].to(self.device)
-        self._blocks = [
-            _Block(b["count"], *(b[name].to(self.device) for name in ("low", "high", "sums")))
-            for b in state["blocks"]
-        ]
-        self._running = []
+        count, levels = state["count"], state["levels"]
+        if not (isinstance(count, int) and isinstance(levels, int) and count >= 0):
+            raise ValueError(f"state must have a count of tokens, got {count!r}, {levels!r} levels")
+        if not 0 <= levels <= MOST_LEVELS:
+            raise ValueError(f"state must have 0 to {MOST_LEVELS} levels, got {levels}")
+        layout = self._layout_with(levels)
+        features = layout.panels * layout.nodes
+        heads, _, width = self._sums.shape
+        shapes = {"sums": (heads, features, width), "z": (heads, features), "ends": (heads, 2)}
+        found = {}
+        for name, shape in shapes.items():
+            x = state[name]
+            if not (isinstance(x, Tensor) and x.shape == shape and x.dtype == torch.float64):
+                raise ValueError(f"state must have {name!r} as a float64 tensor {list(shape)}")
+            found[name] = x.to(self.device, copy=True).contiguous()
+        swapped = found["ends"][:, 1] > found["ends"][:, 0]
+        if bool((swapped != (count == 0)).any()):
+            raise ValueError("state must have ends in order, and none before the first token")
+        self._count, self._layout = count, layout
+        self._sums, self._z, self._ends = found["sums"], found["z"], found["ends"]
 
     def _check(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         if not isinstance(x, Tensor):
@@ -328,12 +314,8 @@ class StreamingAttention:
             )
 
 
-def _key_axis(logit_bound: float, precision: float) -> Axis:
-    """The key axis with fewest nodes for this bound; the same for every block."""
-    edge = 0.5 * math.log(max(logit_bound, 4.0))
-    precision = precision / math.sqrt(MOST_KEYS)
+def _panel(precision: float) -> tuple[int, float]:
+    """Nodes and ratio of panels with fewest nodes for a factor in |t|."""
     choices = range(LEAST_NODES, MOST_NODES + 1, NODE_STEP)
-    return min(
-        (make_axis(-edge, edge, KEY_STRIP, nodes, precision) for nodes in choices),
-        key=lambda axis: axis.size,
-    )
+    found = [(nodes, scan_ratio(precision, nodes, MOST_KEYS)) for nodes in choices]
+    return min(found, key=lambda one: one[0] / math.log(one[1]))

@@ -28,6 +28,9 @@ from boltzattn.transform.tolerances import LEVELS
 _FORWARD = schema(Problem)
 _BACKWARD = schema(OutputGradients, Saved, Problem)
 _PROJECT = "Tensor x, Tensor weight, Tensor? bias"
+_STREAM = "Tensor sums, Tensor z, Tensor ends"
+_CHANGED_STREAM = "Tensor(a!) sums, Tensor(b!) z, Tensor(c!) ends"
+_LAYOUT = "float t_most, float ratio, int nodes, int levels"
 _VARLEN = "Tensor query_starts, Tensor key_starts, Tensor by_transform"
 
 # What this file calls, with the arguments it passes: a library without them is of no use.
@@ -48,6 +51,8 @@ OPERATORS = {
         "cpu_small_layer_forward": schema(SelfAttentionProblem, Keep),
         "cpu_small_layer_backward": "Tensor grad_out, Tensor query_key, Tensor value, "
         f"Tensor heads, Tensor lse, {schema(SelfAttentionProblem, Wanted)}",
+        "cpu_stream_append": f"{_CHANGED_STREAM}, Tensor key, Tensor value, float most, {_LAYOUT}",
+        "cpu_stream_query": f"{_STREAM}, Tensor query, int head_dim, float scale, {_LAYOUT}",
         "cpu_stage_extents": _FORWARD,
         "cpu_stage_sizes": f"{_FORWARD}, Tensor ranges",
         "cpu_stage_moments": f"{_FORWARD}, Tensor extents, Tensor ranges",

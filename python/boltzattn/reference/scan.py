@@ -8,6 +8,7 @@ table. Weights of a row are measured from its top key, so both parts add up.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -200,9 +201,7 @@ class _Head:
 
 
 def _heads(problem: Problem) -> Iterator[tuple[tuple[int, ...], Problem]]:
-    lead = problem.query.shape[:-2]
-    for flat in range(math.prod(lead)):
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), lead))
+    for index in itertools.product(*map(range, problem.query.shape[:-2])):
         yield index, problem.head(index)
 
 

@@ -102,6 +102,12 @@ def scan_kappa(precision: float, nodes: int) -> float:
     return low
 
 
+def scan_layout_of(t_most: float, nodes: int, levels: int, ratio: float) -> ScanLayout:
+    """A layout of given sizes. More levels split the central panel and leave the others."""
+    edges = tuple(t_most * ratio ** (k - levels) for k in range(levels + 1))
+    return ScanLayout(nodes, levels, ratio, edges)
+
+
 def make_scan_layout(
     dtype: torch.dtype, t_most: float, extent: float, keys: int
 ) -> ScanLayout | None:
@@ -118,6 +124,4 @@ def make_scan_layout(
             best = nodes, levels, ratio
     if best is None:
         return None
-    nodes, levels, ratio = best
-    edges = tuple(t_most * ratio ** (k - levels) for k in range(levels + 1))
-    return ScanLayout(nodes, levels, ratio, edges)
+    return scan_layout_of(t_most, *best)

@@ -1,0 +1,134 @@
+// Streams: the table of a scan as the state of attention over all tokens so far. Included inside an
+// ISA's namespace. Everything is fp64: a state takes in ten million tokens.
+
+// Tokens are the rows of call.key and call.value, or of call.query.
+static void start_stream_head(ScanHead& head, const Stream& s, const Ends& ends) {
+  head.layout = s.layout;
+  const int panels = s.layout.panels(), nodes = s.layout.nodes;
+  head.last_row.resize(panels);
+  for (int p = 0; p < panels; ++p) head.last_row.data[p] = INT32_MAX;
+  head.node.resize(panels * nodes);
+  for (int p = 0; p < panels; ++p)
+    for (int i = 0; i < nodes; ++i)
+      head.node.data[p * nodes + i] = scan_node(s.layout, p, i) * kLog2e;
+  for (int64_t c = 0; c <= head.chunks; ++c) head.before.data[c] = ends;
+}
+static Ends ends_of(const Stream& s, int64_t h) {
+  Ends ends;
+  ends.high = s.ends[2 * h];
+  ends.low = s.ends[2 * h + 1];
+  return ends;
+}
+static ScanTable<double> table_of(const Stream& s, int64_t h) {
+  const int64_t features = s.layout.features();
+  return {features, s.width, s.sums + h * features * s.width, s.z + h * features};
+}
+
+// Whether keys and values are finite; and the largest extent of a head's keys with these.
+static void stream_extent(const Attention& call, const Stream& s, bool* finite, double* extent) {
+  Buffer<double> odd(call.heads), wide(call.heads);
+  for_heads(call.heads, [&](int64_t h) {
+    Ends ends = ends_of(s, h);
+    double strange = 0;
+    Buffer<double> row(most(1, call.dv));
+    for (int64_t j = 0; j < call.n_k; ++j) {
+      double key;
+      read_column(call.key, h, j, 1, &key);
+      ends.extend(key, 0);
+      strange += key * 0;
+      read_block(call.value, h, j, 0, 1, call.dv, row.data, 0, 1);
+      for (int64_t c = 0; c < call.dv; ++c) strange += row.data[c] * 0;
+    }
+    odd.data[h] = strange;
+    wide.data[h] = ends.none() ? 0 : ends.high - ends.low;
+  });
+  *finite = true;
+  *extent = 0;
+  for (int64_t h = 0; h < call.heads; ++h) {
+    *finite &= odd.data[h] == 0;
+    *extent = larger_of(*extent, wide.data[h]);
+  }
+}
+
+static double stream_largest(const Attention& call) {
+  double largest = 0, odd = 0;
+  for (int64_t h = 0; h < call.heads; ++h)
+    for (int64_t i = 0; i < call.n_q; ++i) {
+      double query;
+      read_column(call.query, h, i, 1, &query);
+      largest = larger_of(largest, ::fabs(query * call.scale));
+      odd += query * 0;
+    }
+  return largest + odd;
+}
+
+static void stream_append(const Attention& tokens, const Stream& s) {
+  Attention call = tokens;
+  call.n_q = call.n_k;
+  call.query = call.key;  // a chunk has rows; nobody reads them here
+  if (call.n_k == 0) return;
+  for_heads(call.heads, [&](int64_t h) {
+    ScanHead head{call, h};
+    start_stream_head(head, s, ends_of(s, h));
+    const ScanTable<double> table = table_of(s, h);
+    const int64_t block = 1 + kScanChunk * s.width;
+    Scratch scratch(int64_t(sizeof(ScanChunk)) + block * 8 + Features<double>::bytes(s.layout),
+                    2 + Features<double>::kPieces);
+    ScanChunk& chunk = *scratch.take<ScanChunk>(1);
+    double* rows = scratch.take<double>(block);
+    Features<double> features(s.layout, scratch);
+    for (int64_t c = 0; c < head.chunks; ++c) {
+      chunk.read(head, c);
+      const ChunkRows<double> values(call.value, h, chunk.first, chunk.keys, nullptr, 0, call.dv,
+                                     rows);
+      features.compute(head, chunk, c);
+      table.add_keys(features, ChunkValues<double>(values), chunk.keys, nullptr);
+      head.before.data[c + 1] = chunk.after;
+    }
+    s.ends[2 * h] = chunk.after.high;
+    s.ends[2 * h + 1] = chunk.after.low;
+  });
+}
+
+// What `narrow` takes to write a number: fp64 for fp64, else fp32.
+template <class Reference>
+using Wide = std::conditional_t<sizeof(std::remove_reference_t<Reference>) == 8, double, float>;
+
+// out and lse of the queries over all tokens so far.
+static void stream_query(const Attention& queries, const Stream& s) {
+  Attention call = queries;
+  call.n_k = 0;
+  call.key = call.query;  // a chunk has keys; there are none here
+  const Lagrange<double> basis(s.layout.nodes);
+  if (call.n_q == 0) return;
+  for_heads(call.heads, [&](int64_t h) {
+    ScanHead head{call, h};
+    const Ends ends = ends_of(s, h);
+    start_stream_head(head, s, ends);
+    const ScanTable<double> table = table_of(s, h);
+    Scratch scratch(int64_t(sizeof(ScanChunk)) + 4 * (s.layout.panels() + 1) +
+                        kScanChunk * (kScanChunk + s.width + 1) * 8,
+                    5);
+    ScanChunk& chunk = *scratch.take<ScanChunk>(1);
+    int32_t* start = scratch.take<int32_t>(s.layout.panels() + 1);
+    double* weight = scratch.take<double>(kScanChunk * kScanChunk);
+    const RowSums<double> sums{scratch.take<double>(kScanChunk * s.width), s.width,
+                               scratch.take<double>(kScanChunk)};
+    for (int64_t c = 0; c < head.chunks; ++c) {
+      chunk.read(head, c);
+      chunk.sort(s.layout, start);
+      set_zero(sums.data, chunk.rows * s.width);
+      set_zero(sums.z, kScanChunk);
+      read_table(head, table, ends, chunk, start, basis, weight, sums);
+      for (int64_t i = 0; i < chunk.rows; ++i) {
+        const double z = sums.z[i], inverse = z > 0 ? 1 / z : 0;
+        for (int64_t column = 0; column < s.width; ++column) sums[i][column] *= inverse;
+        lse_of(call, h)[chunk.first + i] = z > 0 ? chunk.t[i] * chunk.top[i] + ::log(z) : -INFINITY;
+        with_type(call.out, h, chunk.first + i, 0, [&](auto* to) {
+          for (int64_t column = 0; column < call.dv; ++column)
+            narrow(Wide<decltype(*to)>(sums[i][column]), to + column * call.out.column);
+        });
+      }
+    }
+  });
+}
