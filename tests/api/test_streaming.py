@@ -109,42 +109,63 @@ def test_step_by_step_generation_equals_the_causal_pass() -> None:
     torch.testing.assert_close(torch.cat(steps, 1), causal, rtol=0.0, atol=2e-10)
 
 
-def test_cache_of_a_model_that_generates() -> None:
-    """Two causal layers, token by token with a stream per layer, equal one causal pass."""
+@pytest.mark.parametrize("prompt", [0, 1, 70])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_a_model_that_generates(prompt: int, batch_first: bool) -> None:
+    """A stack of layers, token by token with a stream each, equals one causal pass."""
     torch.manual_seed(0)
-    width, heads, n = 16, 4, 600
+    width, heads, n = 16, 4, 300
     layers = [
-        boltzattn.nn.LowRankAttention(width, heads, batch_first=True, dtype=torch.float64)
+        boltzattn.nn.LowRankAttention(
+            width,
+            heads,
+            batch_first=batch_first,
+            dtype=torch.float64,
+            learnable_temperature=True,
+            scale=1.3,
+        )
         for _ in range(2)
     ]
-    caches = [
-        boltzattn.StreamingAttention((1, heads), width // heads, 20.0, dtype=torch.float64)
-        for _ in layers
-    ]
+    states: list[Any] = [None, None]
+    axis = 1 if batch_first else 0
 
     def step(x: Tensor) -> Tensor:
-        """One more token [1, 1, width] through both layers."""
-        for layer, cache in zip(layers, caches, strict=True):
-            biases = layer.in_proj_bias.split([heads, heads, width])
-            weights = layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight
-            q, k, v = (
-                torch.nn.functional.linear(x, w, b).unflatten(-1, (heads, -1)).transpose(1, 2)
-                for w, b in zip(weights, biases, strict=True)
-            )
-            cache.append(k, v)
-            x = x + layer.out_proj(cache.query(q).transpose(1, 2).flatten(2))
+        for i, layer in enumerate(layers):
+            out, states[i] = layer.step(x, states[i], query_bound=30.0)
+            x = x + out
         return x
 
+    tokens = torch.randn((3, n, width) if batch_first else (n, 3, width), dtype=torch.float64)
+    pieces = [tokens.narrow(axis, 0, prompt)] if prompt else []
+    pieces += [tokens.narrow(axis, i, 1) for i in range(prompt, n)]
+    found = torch.cat([step(piece) for piece in pieces], axis)
+    x = tokens
     with torch.no_grad():
-        tokens = torch.randn(1, 1, width, dtype=torch.float64)
-        for i in range(n - 1):  # every token is what the model made of the one before
-            tokens = torch.cat([tokens, step(tokens[:, i:]).tanh()], 1)
-        x = tokens
         for layer in layers:
             x = x + layer(x, x, x, is_causal=True)[0]
     # Certificates of fp64, through two layers.
-    torch.testing.assert_close(x[:, :-1].tanh(), tokens[:, 1:], rtol=0.0, atol=1e-9)
-    assert len(caches[0]) == n - 1
+    torch.testing.assert_close(found, x, rtol=0.0, atol=1e-9)
+    assert len(states[0]) == n
+
+
+@pytest.mark.full
+def test_ten_thousand_steps() -> None:
+    torch.manual_seed(0)
+    layer = boltzattn.nn.LowRankAttention(32, 4, batch_first=True)
+    x = torch.randn(2, 10_000, 32)
+    out, state = layer.step(x[:, :1000])
+    parts = [out]
+    for i in range(1000, 10_000):
+        out, state = layer.step(x[:, i : i + 1], state)
+        parts.append(out)
+    with torch.no_grad():
+        whole = layer(x, x, x, is_causal=True)[0]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0.0, atol=5e-6)
+
+
+def test_step_refuses() -> None:
+    with pytest.raises(ValueError, match="step needs a layer of rank 1"):
+        boltzattn.nn.LowRankAttention(8, 2, rank=2, batch_first=True).step(torch.randn(1, 3, 8))
 
 
 def test_saved_and_restored_without_loss() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from boltzattn import distributed
+from boltzattn.compose.streaming import StreamingAttention
 from boltzattn.dispatch.preference import preferred
 from boltzattn.dispatch.torch_modes import without_autocast
 from boltzattn.functional import Projections, attend_layer, attention, attention_varlen
@@ -397,6 +398,71 @@ class LowRankAttention(nn.Module):
         if self.output_dropout > 0.0:
             out = F.dropout(out, self.output_dropout, self.training)
         return (out.transpose(0, 1) if turned else out), weights
+
+    @torch.no_grad()
+    def step(
+        self,
+        x: Tensor,
+        state: StreamingAttention | None = None,
+        *,
+        query_bound: float | None = None,
+    ) -> tuple[Tensor, StreamingAttention]:
+        """Causal self-attention of the next tokens, which see all earlier ones through `state`.
+
+        Rank 1, for inference: calling it with a prompt, then token by token, gives what `forward`
+        gives for the whole sequence with `is_causal=True`. The state has a fixed size.
+
+        Args:
+            x: the next tokens, in the shape of `query` in `forward`; any number of them.
+            state: what the previous call returned; None starts a sequence.
+            query_bound: when a sequence starts, the largest |query| that may come. By default
+                8 times the largest of the first call. A query beyond it raises.
+
+        Returns:
+            The result in the shape of `x`, and the state, which is changed in place.
+
+        Example:
+            >>> layer = LowRankAttention(64, 8, batch_first=True).eval()
+            >>> x = torch.randn(2, 100, 64)
+            >>> out, state = layer.step(x[:, :99])
+            >>> last, state = layer.step(x[:, 99:], state)
+            >>> torch.allclose(last, layer(x, x, x, is_causal=True)[0][:, 99:], atol=1e-5)
+            True
+        """
+        if self.rank != 1 or self.process_group is not None:
+            raise ValueError(
+                f"step needs a layer of rank 1 without process_group, got rank {self.rank}; keep "
+                "keys and values yourself, and call forward"
+            )
+        widths = self.embed_dim, self.kdim, self.vdim
+        check_inputs(x, x, x, widths, self.batch_first, self.v_proj_weight)
+        turned = x.ndim == 3 and not self.batch_first
+        rows = x.transpose(0, 1) if turned else x
+        w_q, b_q, b_k, b_v = self._query_weight_and_biases()
+        projections = (w_q, b_q), (self.k_proj_weight, b_k), (self.v_proj_weight, b_v)
+        q, k, v = (
+            F.linear(rows, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
+            for weight, bias in projections
+        )
+        if state is None:
+            if query_bound is None:
+                query_bound = 8 * float(q.abs().max()) if q.numel() else 0.0
+            state = StreamingAttention(
+                tuple(q.shape[:-2]),
+                self.head_dim,
+                query_bound or 1.0,
+                scale=default_scale(1) if self.scale is None else self.scale,
+                dtype=q.dtype,
+                device=q.device,
+            )
+        if len(state) == 0:
+            heads = attention(q, k, v, is_causal=True, scale=self.scale, backend=self.backend)
+            state.append(k, v)
+        else:
+            steps = zip(q.split(1, -2), k.split(1, -2), v.split(1, -2), strict=True)
+            heads = torch.cat([state.step(*one) for one in steps], -2)
+        out = self.out_proj(heads.transpose(-2, -3).flatten(-2))
+        return (out.transpose(0, 1) if turned else out), state
 
     def _refused(
         self, need_weights: bool, attn_mask: Tensor | None, is_causal: bool
