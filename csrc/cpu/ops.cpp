@@ -446,9 +446,10 @@ small_layer_backward(Tensor grad_out, Tensor query_key, Tensor value, Tensor hea
 
 // ---- streams: see scan/stream.h ----
 
-#define BOLTZATTN_STREAM "float t_most, float ratio, int nodes, int levels"
-#define BOLTZATTN_STREAM_PARAMETERS double t_most, double ratio, int64_t nodes, int64_t levels
-#define BOLTZATTN_STREAM_ARGUMENTS t_most, ratio, nodes, levels
+#define BOLTZATTN_STREAM "Tensor positions, float t_most, float ratio, int nodes, int levels"
+#define BOLTZATTN_STREAM_PARAMETERS \
+  Tensor positions, double t_most, double ratio, int64_t nodes, int64_t levels
+#define BOLTZATTN_STREAM_ARGUMENTS positions, t_most, ratio, nodes, levels
 
 Stream describe_stream(const Views& view, const Tensor& sums, const Tensor& z, const Tensor& ends,
                        int64_t heads, int64_t dv, BOLTZATTN_STREAM_PARAMETERS) {
@@ -462,6 +463,7 @@ Stream describe_stream(const Views& view, const Tensor& sums, const Tensor& z, c
   s.sums = view.dense<double>("sums", sums, {heads, features, s.width}, Holds::kFloat64);
   s.z = view.dense<double>("z", z, {heads, features}, Holds::kFloat64);
   s.ends = view.dense<double>("ends", ends, {heads, 2}, Holds::kFloat64);
+  s.positions = view.dense<double>("positions", positions, {features}, Holds::kFloat64);
   return s;
 }
 

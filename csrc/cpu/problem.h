@@ -69,10 +69,11 @@ struct SharedRange {
 // The state of streams, one per head: see scan/stream.h.
 struct Stream {
   ScanLayout layout;
-  int64_t width;  // columns of `sums`, a multiple of kStreamLanes
-  double* sums;   // [heads][features][width]
-  double* z;      // [heads][features]
-  double* ends;   // [heads][2]: the largest and the smallest key
+  int64_t width;            // columns of `sums`, a multiple of kStreamLanes
+  double* sums;             // [heads][features][width]
+  double* z;                // [heads][features]
+  double* ends;             // [heads][2]: the largest and the smallest key
+  const double* positions;  // [features]: t of the nodes
 };
 constexpr int64_t kStreamLanes = 8;
 

@@ -8,9 +8,7 @@ static void start_stream_head(ScanHead& head, const Stream& s, const Ends& ends)
   head.last_row.resize(panels);
   for (int p = 0; p < panels; ++p) head.last_row.data[p] = INT32_MAX;
   head.node.resize(panels * nodes);
-  for (int p = 0; p < panels; ++p)
-    for (int i = 0; i < nodes; ++i)
-      head.node.data[p * nodes + i] = scan_node(s.layout, p, i) * kLog2e;
+  for (int a = 0; a < panels * nodes; ++a) head.node.data[a] = s.positions[a] * kLog2e;
   for (int64_t c = 0; c <= head.chunks; ++c) head.before.data[c] = ends;
 }
 static Ends ends_of(const Stream& s, int64_t h) {

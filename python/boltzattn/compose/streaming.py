@@ -83,7 +83,7 @@ class StreamingAttention:
         self._nodes, self._ratio = _panel(SCAN_PRECISION[dtype])
         self._kappa = scan_kappa(SCAN_PRECISION[dtype], self._nodes)
         self._count = 0
-        self._layout = self._layout_with(0)
+        self._take_layout(self._layout_with(0))
         heads, width = math.prod(lead), -(-head_dim // LANES) * LANES
         new = partial(torch.zeros, dtype=torch.float64, device=self.device)
         self._sums = new(heads, self._layout.panels * self._nodes, width)
@@ -124,7 +124,7 @@ class StreamingAttention:
         most = self._reach(self._layout.levels)
         if self._native:
             return torch.ops.boltzattn.cpu_stream_append(
-                *self._state, key, value, most, *self._layout_numbers
+                *self._state, key, value, most, *self._passed
             )
         return reference.append(self._layout, *self._state, key, value, most)
 
@@ -139,7 +139,7 @@ class StreamingAttention:
         self._check("query", query, (*self.lead, n, 1))
         if self._native:
             out, lse, largest = torch.ops.boltzattn.cpu_stream_query(
-                *self._state, query, self.head_dim, self.scale, *self._layout_numbers
+                *self._state, query, self.head_dim, self.scale, *self._passed
             )
         else:
             out, lse, largest = reference.query(
@@ -190,13 +190,15 @@ class StreamingAttention:
     def _native(self) -> bool:
         return self.device.type == "cpu" and cpu_unavailable() is None
 
-    @property
-    def _layout_numbers(self) -> tuple[float, float, int, int]:
-        return self._layout.edges[-1], self._ratio, self._nodes, self._layout.levels
-
     def _layout_with(self, levels: int) -> ScanLayout:
         t_most = self.query_bound * abs(self.scale)
         return scan_layout_of(t_most, self._nodes, levels, self._ratio)
+
+    def _take_layout(self, layout: ScanLayout) -> None:
+        """Use a layout from now on; keeps what every call needs of it."""
+        self._layout = layout
+        positions = layout.nodes_of_panels(self.device).flatten()
+        self._passed = positions, layout.edges[-1], self._ratio, self._nodes, layout.levels
 
     def _reach(self, levels: int) -> float:
         """The largest extent of the keys for which this many levels are enough."""
@@ -243,7 +245,7 @@ class StreamingAttention:
 
         table = split(torch.cat([self._sums, self._z[..., None]], -1))
         self._sums, self._z = table[..., :-1].contiguous(), table[..., -1].contiguous()
-        self._layout = new
+        self._take_layout(new)
 
     # ---- state ----
 
@@ -295,7 +297,8 @@ class StreamingAttention:
         swapped = found["ends"][:, 1] > found["ends"][:, 0]
         if bool((swapped != (count == 0)).any()):
             raise ValueError("state must have ends in order, and none before the first token")
-        self._count, self._layout = count, layout
+        self._count = count
+        self._take_layout(layout)
         self._sums, self._z, self._ends = found["sums"], found["z"], found["ends"]
 
     def _check(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:

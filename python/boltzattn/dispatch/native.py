@@ -30,7 +30,7 @@ _BACKWARD = schema(OutputGradients, Saved, Problem)
 _PROJECT = "Tensor x, Tensor weight, Tensor? bias"
 _STREAM = "Tensor sums, Tensor z, Tensor ends"
 _CHANGED_STREAM = "Tensor(a!) sums, Tensor(b!) z, Tensor(c!) ends"
-_LAYOUT = "float t_most, float ratio, int nodes, int levels"
+_LAYOUT = "Tensor positions, float t_most, float ratio, int nodes, int levels"
 _VARLEN = "Tensor query_starts, Tensor key_starts, Tensor by_transform"
 
 # What this file calls, with the arguments it passes: a library without them is of no use.
