@@ -147,11 +147,14 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def settings() -> Iterator[None]:
-    yield
-    torch.backends.fp32_precision = "none"
-    torch.set_float32_matmul_precision("highest")
-    for setting in SETTINGS.values():
-        setting.fp32_precision = "none"
+    # torch.testing._internal, which other tests import, forbids such settings from then on.
+    allowed = torch.backends.flags.__wrapped__.__globals__["__allow_nonbracketed_mutation"]
+    with allowed():
+        yield
+        torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+        for setting in SETTINGS.values():
+            setting.fp32_precision = "none"
 
 
 @pytest.mark.parametrize("device", SETTINGS)

@@ -69,7 +69,7 @@ class Draw:
         names = [a.name for a in operator._schema.arguments]
         heads, n_q, n_k, dv = self.heads, self.n_q, self.n_k, self.dv
         rank = self.random.choice([1, 1, 2, 17]) if "direct" in operator.name() else 1
-        causal = "causal" in operator.name()
+        causal = "scan" in operator.name()
         lead, outer = (heads,), (heads,)
         columns = dv
         if "weight" in names and "query" in names:  # a layer
@@ -102,6 +102,10 @@ class Draw:
         }
         if "x" in names:
             valid |= {"x": self.numbers(2, n_q, 5), "weight": self.numbers(4, 5)}
+        if "w_q" in names:
+            valid |= self.layer()
+        if "positions" in names:
+            valid |= self.stream()
         if lead != outer:
             valid["extents"] = self.extents(2, 2 * heads)
         optional = {
@@ -113,6 +117,14 @@ class Draw:
             "weight_bias": self.numbers(heads, dv),
             "out_bias": self.numbers(dv),
         }
+        if "w_q" in names:
+            n, width = self.n_q, heads * dv
+            optional |= {
+                "w_o": self.numbers(5, width),
+                "b_in": self.numbers(2 * heads + width),
+                "b_o": self.numbers(5),
+                "key_mask": torch.rand(2, n) < 0.5,
+            }
         for name, x in optional.items():
             valid[name] = x if self.random.random() < 0.3 else None
         if {"moments", "query_moments"} & set(names):
@@ -127,11 +139,46 @@ class Draw:
             valid["query_moments"] = self.numbers(sizes[1], dtype=torch.float64)
         return {name: valid[name] for name in names}
 
+    def layer(self) -> dict[str, Any]:
+        heads, n, width = self.heads, self.n_q, self.heads * self.dv
+        return {
+            "w_q": self.numbers(heads, 5),
+            "w_k": self.numbers(heads, 5),
+            "w_v": self.numbers(width, 5),
+            "num_heads": heads,
+            "keep": True,
+            "want_x": True,
+            "want_weights": True,
+            "grad_out": self.numbers(2, n, width),
+            "query_key": self.numbers(2, n, 2 * heads),
+            "value": self.numbers(2, n, width),
+            "heads": self.numbers(2, n, width),
+            "lse": self.numbers(2, heads, n, dtype=torch.float64),
+        }
+
+    def stream(self) -> dict[str, Any]:
+        levels, width = self.random.choice([0, 2]), -(-self.dv // 8) * 8
+        features = 16 * (2 * levels + 1)
+        return {
+            "sums": torch.zeros(self.heads, features, width, dtype=torch.float64),
+            "z": torch.zeros(self.heads, features, dtype=torch.float64),
+            "ends": torch.tensor([-math.inf, math.inf]).double().repeat(self.heads, 1),
+            "positions": torch.linspace(-9, 9, features, dtype=torch.float64),
+            "most": 1e3,
+            "head_dim": self.dv,
+            "t_most": 9.0,
+            "ratio": 2.0,
+            "nodes": 16,
+            "levels": levels,
+        }
+
     def spoil(self, x: Any) -> Any:
         """A wrong argument in the place of this one."""
         if not isinstance(x, Tensor):
             if isinstance(x, bool):
                 return self.random.choice([not x, None, 2])
+            if isinstance(x, int):
+                return self.random.choice([-1, 0, 1, 7, 65, 1000, 2**31, 2**62, None, 0.5])
             if isinstance(x, float):
                 return self.random.choice([*NUMBERS, None, "1"])
             if isinstance(x, str):
