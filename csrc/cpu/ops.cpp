@@ -467,12 +467,7 @@ Stream describe_stream(const Views& view, const Tensor& sums, const Tensor& z, c
   return s;
 }
 
-// The largest extent of a head's keys, these included. They are added only if it is within `most`;
-// NaN, and nothing is added, if a number is not finite.
-double stream_append(Tensor sums, Tensor z, Tensor ends, Tensor key, Tensor value, double most,
-                     BOLTZATTN_STREAM_PARAMETERS) {
-  Views view("key", key);
-  Attention call{};
+void describe_tokens(Views& view, const Tensor& key, const Tensor& value, Attention& call) {
   call.heads = view.heads();
   call.n_k = size_from_last("key", key, 1);
   call.rank = 1;
@@ -480,15 +475,47 @@ double stream_append(Tensor sums, Tensor z, Tensor ends, Tensor key, Tensor valu
   call.scale = 1;
   call.key = view("key", key, call.n_k, 1);
   call.value = view("value", value, call.n_k, call.dv);
-  const Stream s =
-      describe_stream(view, sums, z, ends, call.heads, call.dv, BOLTZATTN_STREAM_ARGUMENTS);
+}
+
+// The largest extent of a head's keys, these included; NaN if a number is not finite.
+double extent_with(const Attention& call, const Stream& s) {
   bool finite;
   double extent;
   kernels().stream_extent(call, s, &finite, &extent);
-  if (!finite) return NAN;
+  return finite ? extent : NAN;
+}
+
+// Adds keys only if their extent, which it returns, is within `most`.
+double stream_append(Tensor sums, Tensor z, Tensor ends, Tensor key, Tensor value, double most,
+                     BOLTZATTN_STREAM_PARAMETERS) {
+  Views view("key", key);
+  Attention call{};
+  describe_tokens(view, key, value, call);
+  const Stream s =
+      describe_stream(view, sums, z, ends, call.heads, call.dv, BOLTZATTN_STREAM_ARGUMENTS);
+  const double extent = extent_with(call, s);
   if (extent <= most) kernels().stream_append(call, s);
   return extent;
 }
+
+// Queries and their results.
+struct StreamQueries {
+  Attention call{};
+  Tensor out, lse;
+
+  StreamQueries(Views& view, const Tensor& query, int64_t head_dim, double scale)
+      : out(view.result({size_from_last("query", query, 1), head_dim})),
+        lse(view.result({size_from_last("query", query, 1)}, ScalarType::Double)) {
+    call.heads = view.heads();
+    call.n_q = size_from_last("query", query, 1);
+    call.rank = 1;
+    call.dv = head_dim;
+    call.scale = scale;
+    call.query = view("query", query, call.n_q, 1);
+    call.out = view("out", out, call.n_q, head_dim);
+    call.lse = view("lse", lse, call.n_q, kNone, Holds::kFloat64);
+  }
+};
 
 // (out, lse, largest |t|); no result if that is above t_most, or NaN.
 std::tuple<Tensor, Tensor, double> stream_query(Tensor sums, Tensor z, Tensor ends, Tensor query,
@@ -496,22 +523,31 @@ std::tuple<Tensor, Tensor, double> stream_query(Tensor sums, Tensor z, Tensor en
                                                 BOLTZATTN_STREAM_PARAMETERS) {
   STD_TORCH_CHECK(head_dim > 0, "boltzattn: head_dim must be at least 1");
   Views view(query);
-  Attention call{};
-  call.heads = view.heads();
-  call.n_q = size_from_last("query", query, 1);
-  call.rank = 1;
-  call.dv = head_dim;
-  call.scale = scale;
-  call.query = view("query", query, call.n_q, 1);
+  const StreamQueries of(view, query, head_dim, scale);
   const Stream s =
-      describe_stream(view, sums, z, ends, call.heads, head_dim, BOLTZATTN_STREAM_ARGUMENTS);
-  Tensor out = view.result({call.n_q, head_dim});
-  Tensor lse = view.result({call.n_q}, ScalarType::Double);
-  call.out = view("out", out, call.n_q, head_dim);
-  call.lse = view("lse", lse, call.n_q, kNone, Holds::kFloat64);
-  const double largest = kernels().stream_largest(call);
-  if (largest <= t_most) kernels().stream_query(call, s);
-  return {out, lse, largest};
+      describe_stream(view, sums, z, ends, of.call.heads, head_dim, BOLTZATTN_STREAM_ARGUMENTS);
+  const double largest = kernels().stream_largest(of.call);
+  if (largest <= t_most) kernels().stream_query(of.call, s);
+  return {of.out, of.lse, largest};
+}
+
+// Appends, then queries: (out, largest |t|, extent). Does neither if one of them would not.
+std::tuple<Tensor, double, double> stream_step(Tensor sums, Tensor z, Tensor ends, Tensor query,
+                                               Tensor key, Tensor value, double scale, double most,
+                                               BOLTZATTN_STREAM_PARAMETERS) {
+  Views view(query);
+  Attention tokens{};
+  describe_tokens(view, key, value, tokens);
+  STD_TORCH_CHECK(tokens.dv > 0, "boltzattn: value must not be empty");
+  const StreamQueries of(view, query, tokens.dv, scale);
+  const Stream s =
+      describe_stream(view, sums, z, ends, tokens.heads, tokens.dv, BOLTZATTN_STREAM_ARGUMENTS);
+  const double largest = kernels().stream_largest(of.call), extent = extent_with(tokens, s);
+  if (largest <= t_most && extent <= most) {
+    kernels().stream_append(tokens, s);
+    kernels().stream_query(of.call, s);
+  }
+  return {of.out, largest, extent};
 }
 
 // ---- the transform in stages: see transform/stages.h ----
@@ -641,6 +677,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
   m.def(
       "cpu_stream_query(Tensor sums, Tensor z, Tensor ends, Tensor query, int head_dim, "
       "float scale, " BOLTZATTN_STREAM ") -> (Tensor, Tensor, float)");
+  m.def(
+      "cpu_stream_step(Tensor(a!) sums, Tensor(b!) z, Tensor(c!) ends, Tensor query, Tensor key, "
+      "Tensor value, float scale, float most, " BOLTZATTN_STREAM ") -> (Tensor, float, float)");
   m.def("cpu_stage_extents(" BOLTZATTN_PROBLEM ") -> Tensor");
   m.def("cpu_stage_sizes(" BOLTZATTN_PROBLEM ", Tensor ranges) -> (int, int)");
   m.def("cpu_stage_moments(" BOLTZATTN_PROBLEM ", Tensor extents, Tensor ranges) -> Tensor");
@@ -672,6 +711,7 @@ STABLE_TORCH_LIBRARY_IMPL(boltzattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_small_layer_backward", TORCH_BOX(&small_layer_backward));
   m.impl("cpu_stream_append", TORCH_BOX(&stream_append));
   m.impl("cpu_stream_query", TORCH_BOX(&stream_query));
+  m.impl("cpu_stream_step", TORCH_BOX(&stream_step));
   m.impl("cpu_stage_extents", TORCH_BOX(&stage_extents));
   m.impl("cpu_stage_sizes", TORCH_BOX(&stage_sizes));
   m.impl("cpu_stage_moments", TORCH_BOX(&stage_moments));

@@ -307,6 +307,12 @@ def test_refuses() -> None:
     with pytest.raises(ValueError, match="key must not lie so far"):
         stream.append(torch.full((2, 1, 1), 1e38), value[:, :1])
     assert len(stream) == 10
+    token = torch.zeros(2, 1, 1), value[:, :1]
+    with pytest.raises(ValueError, match=r"query_bound = 10, got 11"):
+        stream.step(torch.full((2, 1, 1), 11.0), *token)
+    with pytest.raises(ValueError, match="must be finite"):
+        stream.step(torch.zeros(2, 1, 1), torch.full((2, 1, 1), math.nan), value[:, :1])
+    assert len(stream) == 10
     with pytest.raises(ValueError, match="settings of this one"):
         stream.merge(boltzattn.StreamingAttention(2, 4, 10.0, scale=2.0))
     with pytest.raises(ValueError, match="settings of this one"):

@@ -555,6 +555,51 @@ void run_varlen(const Kernels& kernels, bool is_causal) {
   grad_value.expect_finite(heads, n_k, dv);
 }
 
+// A stream that takes in tokens, one and many at a time, and answers queries.
+void run_stream(const Kernels& kernels) {
+  threads = one_of<int64_t>({1, 3});
+  now_running = std::string(kernels.name) + " stream";
+  const int64_t heads = one_of<int64_t>({1, 3}), dv = one_of<int64_t>({1, 8, 17});
+  const DType dtype = kDTypes[below(4)];
+  Stream s{};
+  s.layout = scan_layout_of(20, 16, int(below(4)), 2);
+  const int64_t features = s.layout.features();
+  s.width = (dv + kStreamLanes - 1) / kStreamLanes * kStreamLanes;
+  std::vector<double> sums(size_t(heads * features * s.width)), z(size_t(heads * features)), ends,
+      positions;
+  for (int64_t h = 0; h < heads; ++h) ends.push_back(-INFINITY), ends.push_back(INFINITY);
+  for (int p = 0; p < s.layout.panels(); ++p)
+    for (int i = 0; i < s.layout.nodes; ++i) positions.push_back(scan_node(s.layout, p, i));
+  s.sums = sums.data();
+  s.z = z.data();
+  s.ends = ends.data();
+  s.positions = positions.data();
+  for (const int64_t n : {int64_t(0), int64_t(1), int64_t(65), int64_t(1), int64_t(200)}) {
+    Tensor key(heads, n, 1, dtype, any_layout()), value(heads, n, dv, dtype, any_layout());
+    Tensor query(heads, n, 1, dtype, any_layout()), out(heads, n, dv, dtype, writable_layout());
+    Tensor lse(heads, n, 1, DType::kFloat64, kContiguous);
+    for (Tensor* x : {&key, &value, &query}) x->normal(1);
+    Attention call{};
+    call.heads = heads;
+    call.n_q = call.n_k = n;
+    call.rank = 1;
+    call.dv = dv;
+    call.scale = 1;
+    call.query = query.matrix();
+    call.key = key.matrix();
+    call.value = value.matrix();
+    call.out = out.matrix();
+    call.lse = lse.matrix();
+    bool finite;
+    double extent;
+    kernels.stream_extent(call, s, &finite, &extent);
+    if (!finite || !(kernels.stream_largest(call) <= 20)) fail("finite numbers were refused");
+    kernels.stream_append(call, s);
+    kernels.stream_query(call, s);
+    out.expect_finite(heads, n, dv);
+  }
+}
+
 // One of the machines of a call in stages, with its part of the queries and keys.
 struct Machine {
   int64_t heads, n_q, n_k, dv;
@@ -696,6 +741,7 @@ void run_kernels(const Kernels& kernels) {
   for (int64_t n : {1, 2, 47, 49, 65, 257})
     for (int repeat = 0; repeat < 8; ++repeat, ++calls) run_small_layer(kernels, n);
   for (int repeat = 0; repeat < 20; ++repeat, ++calls) run_varlen(kernels, repeat % 2);
+  for (int repeat = 0; repeat < 20; ++repeat, ++calls) run_stream(kernels);
   for (int64_t n : {1, 2, 65, 600, 4097})
     for (double scale : {0.0, -1.0, 30.0, 1e4}) {
       run_stages(kernels, n, scale);

@@ -60,12 +60,49 @@ static double stream_largest(const Attention& call) {
   return largest + odd;
 }
 
+// One token: as a chunk, but the weights of all nodes are computed together.
+static void append_one(const Attention& call, const Stream& s, int64_t h) {
+  constexpr int L = kLanes<double>;
+  const int nodes = s.layout.nodes, features = s.layout.features();
+  const ScanTable<double> table = table_of(s, h);
+  const Ends before = ends_of(s, h);
+  Ends after = before;
+  double key;
+  read_column(call.key, h, 0, 1, &key);
+  after.extend(key, 0);
+  Scratch scratch((s.width + 2 * round_up(features, L)) * 8, 3);
+  double* value = scratch.take<double>(s.width);
+  double* exponent = scratch.take<double>(round_up(features, L));
+  double* weight = scratch.take<double>(round_up(features, L));
+  set_zero(value, s.width);
+  read_block(call.value, h, 0, 0, 1, call.dv, value, 0, 1);
+  for (int a = 0; a < features; ++a)
+    exponent[a] = s.positions[a] * (key - after.at(end_of(s.layout, a / nodes)));
+  for (int a = features; a < round_up(features, L); ++a) exponent[a] = 0;
+  scan_weights(kLog2e, exponent, 0.0, features, weight);
+  const bool moves = before.high != after.high || before.low != after.low;
+  for (int a = 0; a < features; ++a) {
+    double moved = 1;
+    if (moves) {
+      const End end = end_of(s.layout, a / nodes);
+      moved = before.none() ? 0 : ::exp(s.positions[a] * (before.at(end) - after.at(end)));
+    }
+    double* line = table.sums + a * s.width;
+    for (int64_t c = 0; c < s.width; c += L)
+      store(line + c, load(line + c) * moved + load(value + c) * weight[a]);
+    table.z[a] = table.z[a] * moved + weight[a];
+  }
+  s.ends[2 * h] = after.high;
+  s.ends[2 * h + 1] = after.low;
+}
+
 static void stream_append(const Attention& tokens, const Stream& s) {
   Attention call = tokens;
   call.n_q = call.n_k;
   call.query = call.key;  // a chunk has rows; nobody reads them here
   if (call.n_k == 0) return;
   for_heads(call.heads, [&](int64_t h) {
+    if (call.n_k == 1) return append_one(call, s, h);
     ScanHead head{call, h};
     start_stream_head(head, s, ends_of(s, h));
     const ScanTable<double> table = table_of(s, h);

@@ -105,28 +105,24 @@ class StreamingAttention:
 
         They are not kept.
         """
-        n = key.shape[-2] if isinstance(key, Tensor) and key.ndim >= 2 else 0
+        n = self._tokens(key)
         self._check("key", key, (*self.lead, n, 1))
         self._check("value", value, (*self.lead, n, self.head_dim))
         if n == 0:
             return
         extent = self._append(key, value)
-        if math.isnan(extent):
-            raise ValueError(
-                "key and value must be finite: a stream cannot take back what was appended"
-            )
-        if extent > self._reach(self._layout.levels):
+        self._check_extent(extent)
+        if extent > self._most:
             self._refine(self._levels_for(extent))
             self._append(key, value)
         self._count += n
 
     def _append(self, key: Tensor, value: Tensor) -> float:
-        most = self._reach(self._layout.levels)
         if self._native:
             return torch.ops.boltzattn.cpu_stream_append(
-                *self._state, key, value, most, *self._passed
+                *self._state, key, value, self._most, *self._passed
             )
-        return reference.append(self._layout, *self._state, key, value, most)
+        return reference.append(self._layout, *self._state, key, value, self._most)
 
     @torch.no_grad()
     def query(self, query: Tensor, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -135,8 +131,7 @@ class StreamingAttention:
         Before the first token: zeros, and lse -inf. With `return_lse` also the log-sum-exp
         `[*num_heads, n_q]`, fp64 for fp64 and fp32 else, for `boltzattn.merge`.
         """
-        n = query.shape[-2] if isinstance(query, Tensor) and query.ndim >= 2 else 0
-        self._check("query", query, (*self.lead, n, 1))
+        self._check("query", query, (*self.lead, self._tokens(query), 1))
         if self._native:
             out, lse, largest = torch.ops.boltzattn.cpu_stream_query(
                 *self._state, query, self.head_dim, self.scale, *self._passed
@@ -145,20 +140,48 @@ class StreamingAttention:
             out, lse, largest = reference.query(
                 self._layout, *self._state, query, self.head_dim, self.scale
             )
+        self._check_largest(largest, query)
+        return (out, lse.to(accumulate_dtype(self.dtype))) if return_lse else out
+
+    @torch.no_grad()
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Append tokens, then query: what a causal decoder does with every token it adds.
+
+        If it raises, nothing has been appended.
+        """
+        n = self._tokens(key)
+        self._check("query", query, (*self.lead, self._tokens(query), 1))
+        self._check("key", key, (*self.lead, n, 1))
+        self._check("value", value, (*self.lead, n, self.head_dim))
+        if self._native:
+            out, largest, extent = torch.ops.boltzattn.cpu_stream_step(
+                *self._state, query, key, value, self.scale, self._most, *self._passed
+            )
+            if largest <= self._layout.edges[-1] and extent <= self._most:
+                self._count += n
+                return out
+            self._check_extent(extent)
+        else:
+            largest = float(query.abs().max()) * abs(self.scale) if query.numel() else 0.0
+        self._check_largest(largest, query)
+        self.append(key, value)
+        out = self.query(query)
+        assert isinstance(out, Tensor)
+        return out
+
+    def _check_extent(self, extent: float) -> None:
+        if math.isnan(extent):
+            raise ValueError(
+                "key and value must be finite: a stream cannot take back what was appended"
+            )
+
+    def _check_largest(self, largest: float, query: Tensor) -> None:
         if not largest <= self._layout.edges[-1]:
             got = "NaN" if math.isnan(largest) else f"{float(query.abs().max()):g}"
             raise ValueError(
                 f"query must be within query_bound = {self.query_bound:g}, got {got}; scale the "
                 "queries down, or build the stream with a larger query_bound"
             )
-        return (out, lse.to(accumulate_dtype(self.dtype))) if return_lse else out
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Append tokens, then query: what a causal decoder does with every token it adds."""
-        self.append(key, value)
-        out = self.query(query)
-        assert isinstance(out, Tensor)
-        return out
 
     def merge(self, other: StreamingAttention) -> None:
         """Take in all that another stream has taken in; that one stays as it is."""
@@ -199,6 +222,7 @@ class StreamingAttention:
         self._layout = layout
         positions = layout.nodes_of_panels(self.device).flatten()
         self._passed = positions, layout.edges[-1], self._ratio, self._nodes, layout.levels
+        self._most = self._reach(layout.levels)
 
     def _reach(self, levels: int) -> float:
         """The largest extent of the keys for which this many levels are enough."""
@@ -300,6 +324,10 @@ class StreamingAttention:
         self._count = count
         self._take_layout(layout)
         self._sums, self._z, self._ends = found["sums"], found["z"], found["ends"]
+
+    @staticmethod
+    def _tokens(x: Tensor) -> int:
+        return x.shape[-2] if isinstance(x, Tensor) and x.ndim >= 2 else 0
 
     def _check(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         if not isinstance(x, Tensor):

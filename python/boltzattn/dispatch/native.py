@@ -53,6 +53,8 @@ OPERATORS = {
         f"Tensor heads, Tensor lse, {schema(SelfAttentionProblem, Wanted)}",
         "cpu_stream_append": f"{_CHANGED_STREAM}, Tensor key, Tensor value, float most, {_LAYOUT}",
         "cpu_stream_query": f"{_STREAM}, Tensor query, int head_dim, float scale, {_LAYOUT}",
+        "cpu_stream_step": f"{_CHANGED_STREAM}, Tensor query, Tensor key, Tensor value, "
+        f"float scale, float most, {_LAYOUT}",
         "cpu_stage_extents": _FORWARD,
         "cpu_stage_sizes": f"{_FORWARD}, Tensor ranges",
         "cpu_stage_moments": f"{_FORWARD}, Tensor extents, Tensor ranges",
