@@ -415,8 +415,9 @@ class LowRankAttention(nn.Module):
         Args:
             x: the next tokens, in the shape of `query` in `forward`; any number of them.
             state: what the previous call returned; None starts a sequence.
-            query_bound: when a sequence starts, the largest |query| that may come. By default
-                8 times the largest of the first call. A query beyond it raises.
+            query_bound: when a sequence starts, the largest |query| that may come; a query beyond
+                it raises. By default no token of up to twice the norm of the largest token of the
+                first call can exceed it.
 
         Returns:
             The result in the shape of `x`, and the state, which is changed in place.
@@ -446,7 +447,9 @@ class LowRankAttention(nn.Module):
         )
         if state is None:
             if query_bound is None:
-                query_bound = 8 * float(q.abs().max()) if q.numel() else 0.0
+                largest = float(rows.norm(dim=-1).max()) if rows.numel() else 1.0
+                query_bound = 2 * largest * float(w_q.norm(dim=-1).max())
+                query_bound += 0.0 if b_q is None else float(b_q.abs().max())
             state = StreamingAttention(
                 tuple(q.shape[:-2]),
                 self.head_dim,
