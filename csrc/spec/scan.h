@@ -105,13 +105,6 @@ BOLTZATTN_HD ScanLayout make_scan_layout(DType dtype, double t_most, double exte
   return scan_layout_of(t_most, best.nodes, best.levels, best.ratio);
 }
 
-// The bound of the error of out, relative to the largest value.
-BOLTZATTN_HD double scan_certificate(DType dtype, const ScanLayout& layout, int64_t keys) {
-  const double outer =
-      layout.levels == 0 ? 0 : double(keys) * scan_error(layout.nodes, layout.ratio);
-  return 2 * ::fmax(outer, scan_precision(dtype)) + rounding_of(dtype, 0);
-}
-
 // Node i of a panel: t_a.
 BOLTZATTN_HD double scan_node(const ScanLayout& layout, int panel, int i) {
   const double x = chebyshev_node(layout.nodes, i);
@@ -121,12 +114,6 @@ BOLTZATTN_HD double scan_node(const ScanLayout& layout, int panel, int i) {
   return end_of(layout, panel) == End::kHigh ? t : -t;
 }
 
-// The panel of t.
-BOLTZATTN_HD int32_t scan_panel(const ScanLayout& layout, double t) {
-  int32_t level = 0;
-  for (int k = 0; k < layout.levels; ++k) level += ::fabs(t) > layout.edge[k];
-  return level == 0 || t > 0 ? level : layout.levels + level;
-}
 // The place of t on its panel in [-1, 1]; on panels of t < 0 that of -t.
 BOLTZATTN_HD double scan_place(const ScanLayout& layout, int panel, double t) {
   if (panel == 0) return layout.edge[0] > 0 ? t / layout.edge[0] : 0;

@@ -90,7 +90,7 @@ struct ScanHead {
   }
 };
 
-// scan_panel of up to kScanChunk queries.
+// The panels of up to kScanChunk queries.
 static void find_panels(const ScanLayout& layout, const double* t, int64_t count, int32_t* panel) {
   int64_t level[kScanChunk] = {};
   for (int k = 0; k < layout.levels; ++k) {
