@@ -100,6 +100,11 @@ def forward_mode_active() -> bool:
     return forward_ad._current_level >= 0
 
 
+# Asked first, because issubclass and isinstance are slow for torch's tensors.
+NO_TENSORS = frozenset({type(None), bool, int, float, str})
+_PLAIN = NO_TENSORS | {Tensor, torch.nn.Parameter}
+
+
 def may_bypass_dispatcher(fields: Sequence[Any]) -> bool:
     """Whether nothing (compile, export, vmap, a mode, a tensor subclass) must see the operator.
 
@@ -108,8 +113,7 @@ def may_bypass_dispatcher(fields: Sequence[Any]) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     for x in fields:
-        kind = type(x)
-        if kind is not Tensor and issubclass(kind, Tensor) and kind is not torch.nn.Parameter:
+        if type(x) not in _PLAIN and isinstance(x, Tensor):
             return False
     return torch._C._functorch.peek_interpreter_stack() is None
 

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boltzattn.dispatch.torch_modes import forward_mode_active, may_bypass_dispatcher
+from boltzattn.dispatch.torch_modes import (
+    NO_TENSORS,
+    forward_mode_active,
+    may_bypass_dispatcher,
+)
 from boltzattn.problem import TENSOR_FIELDS, OutputGradients, Saved, schema, unflatten
 
 library = torch.library.Library("boltzattn", "FRAGMENT")
@@ -21,9 +25,11 @@ _KERNEL = "CompositeExplicitAutograd"  # the dispatch key of kernels for every d
 
 
 def needs_gradient(fields: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in fields
-    )
+    if torch.is_grad_enabled():
+        for x in fields:
+            if type(x) not in NO_TENSORS and isinstance(x, Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 class Operator:
