@@ -136,15 +136,16 @@ class Operator:
         return found, (0,) * len(found)
 
     def __call__(self, *tuples: Any) -> Any:
+        tensors = [x for one in tuples for x in one[: TENSOR_FIELDS.get(type(one), 0)]]
+        bypass = may_bypass_dispatcher(tensors) and not forward_mode_active()
+        if bypass and not needs_gradient(tensors):
+            with torch._C._AutoDispatchBelowAutograd():
+                return self.kernel(*tuples)
         fields = [x for one in tuples for x in one]
         if forward_mode_active():
             return self.forward_mode_function.apply(*fields)
-        bypass = may_bypass_dispatcher(fields)
-        if needs_gradient(fields) and not torch.compiler.is_compiling():
+        if needs_gradient(tensors) and not torch.compiler.is_compiling():
             return (self.eager_function if bypass else self.function).apply(*fields)
-        if bypass:
-            with torch._C._AutoDispatchBelowAutograd():
-                return self.kernel(*tuples)
         return self.overload(*fields)
 
     def run(self, *fields: Any) -> Any:
