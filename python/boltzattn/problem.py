@@ -225,6 +225,14 @@ class LayerKernels(NamedTuple):
     backward: Callable[[Tensor, LayerProblem], LayerGradients | None]
 
 
+class StreamKernels(NamedTuple):
+    """How a backend keeps the state of a stream; see `reference.stream`."""
+
+    append: Callable[..., float]
+    query: Callable[..., tuple[Tensor, Tensor, float]]
+    step: Callable[..., tuple[Tensor, float, float]]
+
+
 class Choice(NamedTuple):
     """The method and backend the caller asked for; "auto" leaves it to the plan."""
 

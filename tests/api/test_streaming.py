@@ -11,6 +11,7 @@ from typing import Any
 import boltzattn
 import pytest
 import torch
+from boltzattn.dispatch.backends import kernels
 from errors import assert_accurate
 from oracle import dense
 from torch import Tensor
@@ -239,11 +240,15 @@ def test_backends_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [boltzattn.StreamingAttention(2, 5, 10.0) for _ in range(2)]
     streams[0].append(key, value)
     found = streams[0].query(query, return_lse=True)
-    monkeypatch.setattr(boltzattn.StreamingAttention, "_native", False)
+    monkeypatch.setattr(streams[1], "_kernels", kernels("reference", "stream"))
     for piece in (slice(0, 300), slice(300, 700)):
         streams[1].append(key[:, piece], value[:, piece])
     torch.testing.assert_close(streams[1].query(query, return_lse=True), found)
-    for one, other in zip(streams[0]._state, streams[1]._state, strict=True):
+    step = torch.randn(2, 1, 1), torch.randn(2, 1, 1), torch.randn(2, 1, 5)
+    torch.testing.assert_close(streams[0].step(*step), streams[1].step(*step))
+    with pytest.raises(ValueError, match="query_bound = 10, got 11"):
+        streams[1].step(torch.full((2, 1, 1), 11.0), *step[1:])
+    for one, other in zip(*(stream._state.tables for stream in streams), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 

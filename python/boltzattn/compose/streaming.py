@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boltzattn.dispatch.extension import cpu_unavailable
-from boltzattn.problem import DTYPES, accumulate_dtype
+from boltzattn.dispatch import backends
+from boltzattn.dispatch.backends import Request
+from boltzattn.problem import DTYPES, StreamKernels, accumulate_dtype
 from boltzattn.reference import stream as reference
 from boltzattn.transform.layout import lagrange_weights
 from boltzattn.transform.scan_layout import (
     MOST_LEVELS,
     SCAN_PRECISION,
     ScanLayout,
+    StreamState,
     scan_kappa,
     scan_layout_of,
     scan_ratio,
@@ -83,13 +85,15 @@ class StreamingAttention:
         self._nodes, self._ratio = _panel(SCAN_PRECISION[dtype])
         self._kappa = scan_kappa(SCAN_PRECISION[dtype], self._nodes)
         self._count = 0
-        self._take_layout(self._layout_with(0))
         heads, width = math.prod(lead), -(-head_dim // LANES) * LANES
+        request = Request(self.device.type, dtype, heads, 1, 1, 1, head_dim)
+        taken = backends.select(request, "stream", "auto")
+        self._kernels: StreamKernels = backends.kernels(taken.name, "stream")
         new = partial(torch.zeros, dtype=torch.float64, device=self.device)
-        self._sums = new(heads, self._layout.panels * self._nodes, width)
-        self._z = new(heads, self._layout.panels * self._nodes)
-        self._ends = new(heads, 2)  # the largest and the smallest key
-        self._ends[:, 0], self._ends[:, 1] = -math.inf, math.inf
+        ends = new(heads, 2)
+        ends[:, 0], ends[:, 1] = -math.inf, math.inf
+        layout = self._layout_with(0)
+        self._take(layout, new(heads, layout.features, width), new(heads, layout.features), ends)
 
     def __len__(self) -> int:
         """Tokens appended so far."""
@@ -97,7 +101,7 @@ class StreamingAttention:
 
     def state_bytes(self) -> int:
         """Memory of the state."""
-        return sum(x.numel() * x.itemsize for x in (self._sums, self._z, self._ends))
+        return sum(x.numel() * x.itemsize for x in self._state.tables)
 
     @torch.no_grad()
     def append(self, key: Tensor, value: Tensor) -> None:
@@ -110,19 +114,12 @@ class StreamingAttention:
         self._check("value", value, (*self.lead, n, self.head_dim))
         if n == 0:
             return
-        extent = self._append(key, value)
+        extent = self._kernels.append(self._state, key, value, self._most)
         self._check_extent(extent)
         if extent > self._most:
             self._refine(self._levels_for(extent))
-            self._append(key, value)
+            self._kernels.append(self._state, key, value, self._most)
         self._count += n
-
-    def _append(self, key: Tensor, value: Tensor) -> float:
-        if self._native:
-            return torch.ops.boltzattn.cpu_stream_append(
-                *self._state, key, value, self._most, *self._passed
-            )
-        return reference.append(self._layout, *self._state, key, value, self._most)
 
     @torch.no_grad()
     def query(self, query: Tensor, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -132,14 +129,7 @@ class StreamingAttention:
         `[*num_heads, n_q]`, fp64 for fp64 and fp32 else, for `boltzattn.merge`.
         """
         self._check("query", query, (*self.lead, self._tokens(query), 1))
-        if self._native:
-            out, lse, largest = torch.ops.boltzattn.cpu_stream_query(
-                *self._state, query, self.head_dim, self.scale, *self._passed
-            )
-        else:
-            out, lse, largest = reference.query(
-                self._layout, *self._state, query, self.head_dim, self.scale
-            )
+        out, lse, largest = self._kernels.query(self._state, query, self.head_dim, self.scale)
         self._check_largest(largest, query)
         return (out, lse.to(accumulate_dtype(self.dtype))) if return_lse else out
 
@@ -153,20 +143,14 @@ class StreamingAttention:
         self._check("query", query, (*self.lead, self._tokens(query), 1))
         self._check("key", key, (*self.lead, n, 1))
         self._check("value", value, (*self.lead, n, self.head_dim))
-        if self._native:
-            out, largest, extent = torch.ops.boltzattn.cpu_stream_step(
-                *self._state, query, key, value, self.scale, self._most, *self._passed
-            )
-            if largest <= self._layout.edges[-1] and extent <= self._most:
-                self._count += n
-                return out
-            self._check_extent(extent)
-        else:
-            largest = float(query.abs().max()) * abs(self.scale) if query.numel() else 0.0
+        arguments = query, key, value, self.scale
+        out, largest, extent = self._kernels.step(self._state, *arguments, self._most)
         self._check_largest(largest, query)
-        self.append(key, value)
-        out = self.query(query)
-        assert isinstance(out, Tensor)
+        self._check_extent(extent)
+        if extent > self._most:
+            self._refine(self._levels_for(extent))
+            out, _, _ = self._kernels.step(self._state, *arguments, self._most)
+        self._count += n
         return out
 
     def _check_extent(self, extent: float) -> None:
@@ -176,7 +160,7 @@ class StreamingAttention:
             )
 
     def _check_largest(self, largest: float, query: Tensor) -> None:
-        if not largest <= self._layout.edges[-1]:
+        if not largest <= self._state.layout.edges[-1]:
             got = "NaN" if math.isnan(largest) else f"{float(query.abs().max()):g}"
             raise ValueError(
                 f"query must be within query_bound = {self.query_bound:g}, got {got}; scale the "
@@ -192,45 +176,36 @@ class StreamingAttention:
             return
         copy = StreamingAttention.__new__(StreamingAttention)
         copy.__dict__.update(other.__dict__)
-        copy._sums, copy._z, copy._ends = (x.clone() for x in other._state)
-        ends = reference.joined(self._ends, other._ends)
+        copy._take(other._state.layout, *(x.clone() for x in other._state.tables))
+        ends = reference.joined(self._state.ends, other._state.ends)
         levels = self._levels_for(float((ends[:, 0] - ends[:, 1]).max()))
+        levels = max(levels, other._state.layout.levels)
         for stream in (self, copy):
-            stream._refine(max(levels, self._layout.levels, copy._layout.levels))
-            reference.move(stream._layout, stream._sums, stream._z, stream._ends, ends)
-        self._sums += copy._sums
-        self._z += copy._z
-        self._ends = ends
+            stream._refine(levels)
+            reference.move(stream._state, ends)
+        self._state.sums.add_(copy._state.sums)
+        self._state.z.add_(copy._state.z)
         self._count += other._count
 
     # ---- the layout ----
-
-    @property
-    def _state(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self._sums, self._z, self._ends
-
-    @property
-    def _native(self) -> bool:
-        return self.device.type == "cpu" and cpu_unavailable() is None
 
     def _layout_with(self, levels: int) -> ScanLayout:
         t_most = self.query_bound * abs(self.scale)
         return scan_layout_of(t_most, self._nodes, levels, self._ratio)
 
-    def _take_layout(self, layout: ScanLayout) -> None:
-        """Use a layout from now on; keeps what every call needs of it."""
-        self._layout = layout
+    def _take(self, layout: ScanLayout, sums: Tensor, z: Tensor, ends: Tensor) -> None:
+        """Use this state from now on."""
         positions = layout.nodes_of_panels(self.device).flatten()
-        self._passed = positions, layout.edges[-1], self._ratio, self._nodes, layout.levels
+        self._state = StreamState(layout, positions, sums, z, ends)
         self._most = self._reach(layout.levels)
 
     def _reach(self, levels: int) -> float:
         """The largest extent of the keys for which this many levels are enough."""
-        t_most = self._layout.edges[-1]
+        t_most = self._state.layout.edges[-1]
         return math.inf if t_most == 0 else 2 * self._kappa * self._ratio**levels / t_most
 
     def _levels_for(self, extent: float) -> int:
-        levels = self._layout.levels
+        levels = self._state.layout.levels
         while extent > self._reach(levels):
             levels += 1
             if levels > MOST_LEVELS:
@@ -242,7 +217,8 @@ class StreamingAttention:
 
     def _refine(self, levels: int) -> None:
         """Split the central panel. Inside it the table is smooth: it is read at the new nodes."""
-        old, added = self._layout, levels - self._layout.levels
+        old, _, sums, z, ends = self._state
+        added = levels - old.levels
         if added <= 0:
             return
         new = self._layout_with(levels)
@@ -251,8 +227,8 @@ class StreamingAttention:
         at = node[inner]
         basis = lagrange_weights(old.nodes, (at / old.edges[0]).flatten())
         # From the middle of the keys to the ends of the new panels.
-        alive = (self._ends[:, 1] <= self._ends[:, 0])[:, None]
-        end = reference.end_of_panels(new, self._ends)[:, inner]
+        alive = (ends[:, 1] <= ends[:, 0])[:, None]
+        end = reference.end_of_panels(new, ends)[:, inner]
         gap = torch.where(alive, end[:, :1] - end, 0.0)
         factor = (at * gap[..., None]).exp().flatten(1)
 
@@ -267,9 +243,8 @@ class StreamingAttention:
             )
             return torch.cat(parts, 1).flatten(1, 2)
 
-        table = split(torch.cat([self._sums, self._z[..., None]], -1))
-        self._sums, self._z = table[..., :-1].contiguous(), table[..., -1].contiguous()
-        self._take_layout(new)
+        table = split(torch.cat([sums, z[..., None]], -1))
+        self._take(new, table[..., :-1].contiguous(), table[..., -1].contiguous(), ends)
 
     # ---- state ----
 
@@ -287,10 +262,10 @@ class StreamingAttention:
         return {
             "settings": self._settings(),
             "count": self._count,
-            "levels": self._layout.levels,
-            "sums": self._sums.clone(),
-            "z": self._z.clone(),
-            "ends": self._ends.clone(),
+            "levels": self._state.layout.levels,
+            "sums": self._state.sums.clone(),
+            "z": self._state.z.clone(),
+            "ends": self._state.ends.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -309,8 +284,8 @@ class StreamingAttention:
         if not 0 <= levels <= MOST_LEVELS:
             raise ValueError(f"state must have 0 to {MOST_LEVELS} levels, got {levels}")
         layout = self._layout_with(levels)
-        features = layout.panels * layout.nodes
-        heads, _, width = self._sums.shape
+        features = layout.features
+        heads, _, width = self._state.sums.shape
         shapes = {"sums": (heads, features, width), "z": (heads, features), "ends": (heads, 2)}
         found = {}
         for name, shape in shapes.items():
@@ -322,8 +297,7 @@ class StreamingAttention:
         if bool((swapped != (count == 0)).any()):
             raise ValueError("state must have ends in order, and none before the first token")
         self._count = count
-        self._take_layout(layout)
-        self._sums, self._z, self._ends = found["sums"], found["z"], found["ends"]
+        self._take(layout, found["sums"], found["z"], found["ends"])
 
     @staticmethod
     def _tokens(x: Tensor) -> int:

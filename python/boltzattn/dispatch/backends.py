@@ -21,10 +21,11 @@ import torch
 from boltzattn.dispatch import native
 from boltzattn.dispatch.extension import cpu_unavailable, cuda_unavailable
 from boltzattn.dispatch.torch_modes import full_precision
-from boltzattn.problem import DTYPES, Kernels, LayerKernels, Problem
+from boltzattn.problem import DTYPES, Kernels, LayerKernels, Problem, StreamKernels
 from boltzattn.reference import direct as reference_direct
 from boltzattn.reference import scan as reference_scan
 from boltzattn.reference import stages as reference_stages
+from boltzattn.reference import stream as reference_stream
 from boltzattn.reference import transform as reference_transform
 from boltzattn.transform.stages import Stages
 
@@ -105,6 +106,7 @@ OPERATIONS = {
     "small_layer": Operation("`self_attention` of few tokens in one kernel"),
     "project": Operation("rank-1 queries and keys of a layer in one pass"),
     "stages": Operation("the transform in stages, for `distributed`", _transform_why_not),
+    "stream": Operation("the state of `StreamingAttention`"),
 }
 
 
@@ -224,6 +226,7 @@ BACKENDS: dict[str, Backend] = {
                 "small_layer": Implementation(native.cpu_small_layer),
                 "project": Implementation(lambda: torch.ops.boltzattn.cpu_project),
                 "stages": Implementation(native.cpu_stages),
+                "stream": Implementation(native.cpu_stream),
             },
         ),
         Backend(
@@ -275,6 +278,11 @@ BACKENDS: dict[str, Backend] = {
                     lambda: Kernels(*_by_torch(reference_scan.forward, reference_scan.backward))
                 ),
                 "stages": Implementation(lambda: Stages(1, *reference_stages.STAGES)),
+                "stream": Implementation(
+                    lambda: StreamKernels(
+                        reference_stream.append, reference_stream.query, reference_stream.step
+                    )
+                ),
             },
         ),
     )

@@ -19,9 +19,11 @@ from boltzattn.problem import (
     Problem,
     Saved,
     SelfAttentionProblem,
+    StreamKernels,
     Wanted,
     schema,
 )
+from boltzattn.transform.scan_layout import StreamState
 from boltzattn.transform.stages import Stages
 from boltzattn.transform.tolerances import LEVELS
 
@@ -140,3 +142,25 @@ def cpu_stages() -> Stages:
         query_moments,
         of_problem(ops.cpu_stage_adjoint),
     )
+
+
+def cpu_stream() -> StreamKernels:
+    ops = torch.ops.boltzattn
+
+    def append(stream: StreamState, key: Tensor, value: Tensor, most: float) -> float:
+        return ops.cpu_stream_append(*stream.tables, key, value, most, *_layout(stream))
+
+    def query(stream: StreamState, x: Tensor, head_dim: int, scale: float) -> Any:
+        return ops.cpu_stream_query(*stream.tables, x, head_dim, scale, *_layout(stream))
+
+    def step(
+        stream: StreamState, x: Tensor, key: Tensor, value: Tensor, scale: float, most: float
+    ) -> Any:
+        return ops.cpu_stream_step(*stream.tables, x, key, value, scale, most, *_layout(stream))
+
+    return StreamKernels(append, query, step)
+
+
+def _layout(stream: StreamState) -> tuple[Tensor, float, float, int, int]:
+    layout = stream.layout
+    return stream.positions, layout.edges[-1], layout.ratio, layout.nodes, layout.levels

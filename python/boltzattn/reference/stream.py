@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from boltzattn.transform.layout import lagrange_weights
-from boltzattn.transform.scan_layout import ScanLayout
+from boltzattn.transform.scan_layout import ScanLayout, StreamState
 
 TOKENS_AT_ONCE = 256
 
@@ -21,13 +21,15 @@ def end_of_panels(layout: ScanLayout, ends: Tensor) -> Tensor:
     return torch.where(panel == 0, 0.5 * high + 0.5 * low, outer)
 
 
-def move(layout: ScanLayout, sums: Tensor, z: Tensor, old: Tensor, new: Tensor) -> None:
-    """Measure a table from other ends."""
+def move(stream: StreamState, new: Tensor) -> None:
+    """Measure keys from other ends."""
+    layout, positions, sums, z, old = stream
     alive = (old[:, 1] <= old[:, 0])[:, None]
     gap = torch.where(alive, end_of_panels(layout, old) - end_of_panels(layout, new), 0.0)
-    factor = (layout.nodes_of_panels(sums.device) * gap[..., None]).exp().flatten(1)
+    factor = (positions * gap.repeat_interleave(layout.nodes, 1)).exp()
     sums *= factor[..., None]
     z *= factor
+    old.copy_(new)
 
 
 def joined(a: Tensor, b: Tensor) -> Tensor:
@@ -35,16 +37,12 @@ def joined(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([torch.maximum(a[:, 0], b[:, 0]), torch.minimum(a[:, 1], b[:, 1])], 1)
 
 
-def append(
-    layout: ScanLayout,
-    sums: Tensor,
-    z: Tensor,
-    ends: Tensor,
-    key: Tensor,
-    value: Tensor,
-    most: float,
-) -> float:
-    """As `cpu_stream_append`: the extent with these keys, or NaN if a number is not finite."""
+def append(stream: StreamState, key: Tensor, value: Tensor, most: float) -> float:
+    """Add keys and values, unless the extent of the keys, which it returns, is above `most`.
+
+    It is NaN, and nothing is added, if a number is not finite.
+    """
+    layout, positions, sums, z, ends = stream
     keys, values = key.double().flatten(0, -3)[..., 0], value.double().flatten(0, -3)
     if not bool(keys.isfinite().all() and values.isfinite().all()):
         return math.nan
@@ -54,30 +52,22 @@ def append(
     extent = float((after[:, 0] - after[:, 1]).max())
     if extent > most:
         return extent
-    move(layout, sums, z, ends, after)
-    ends.copy_(after)
-    node = layout.nodes_of_panels(sums.device)
-    end = end_of_panels(layout, after)
+    move(stream, after)
+    end = end_of_panels(layout, after).repeat_interleave(layout.nodes, 1)
     for some, rows in zip(
         keys.split(TOKENS_AT_ONCE, 1), values.split(TOKENS_AT_ONCE, 1), strict=True
     ):
-        gap = some[:, None] - end[..., None]
-        weight = (node[..., None] * gap[:, :, None]).exp().flatten(1, 2)
+        weight = (positions[:, None] * (some[:, None] - end[..., None])).exp()
         sums[..., : rows.shape[-1]] += weight @ rows
         z += weight.sum(-1)
     return extent
 
 
 def query(
-    layout: ScanLayout,
-    sums: Tensor,
-    z: Tensor,
-    ends: Tensor,
-    queries: Tensor,
-    head_dim: int,
-    scale: float,
+    stream: StreamState, queries: Tensor, head_dim: int, scale: float
 ) -> tuple[Tensor, Tensor, float]:
-    """As `cpu_stream_query`: (out, lse, largest |t|)."""
+    """(out, lse, largest |t|); there is no result if that is beyond the layout."""
+    layout, _, sums, z, ends = stream
     t = queries.double().flatten(0, -3)[..., 0] * scale
     out = t.new_zeros(*t.shape, head_dim)
     lse = torch.full_like(t, -math.inf)
@@ -99,3 +89,17 @@ def query(
                 lse[h, rows] = total[:, 0].log() + t[h, rows] * end[rows]
     shape = queries.shape[:-1]
     return out.reshape(*shape, head_dim).to(queries.dtype), lse.reshape(shape), largest
+
+
+def step(
+    stream: StreamState, queries: Tensor, key: Tensor, value: Tensor, scale: float, most: float
+) -> tuple[Tensor, float, float]:
+    """Append, then query: (out, largest |t|, extent). Does neither if one of them would not."""
+    largest = float((queries.double() * scale).abs().amax()) if queries.numel() else 0.0
+    extent = math.nan
+    if largest <= stream.layout.edges[-1]:
+        extent = append(stream, key, value, most)
+    if not extent <= most:
+        return queries.new_empty(0), largest, extent
+    out, _, _ = query(stream, queries, value.shape[-1], scale)
+    return out, largest, extent

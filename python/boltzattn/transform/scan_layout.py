@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ class ScanLayout:
     @property
     def panels(self) -> int:
         return 2 * self.levels + 1
+
+    @property
+    def features(self) -> int:
+        """Nodes of all panels together."""
+        return self.panels * self.nodes
 
     def nodes_of_panels(self, device: torch.device | str | None = None) -> Tensor:
         """t of all nodes, [panels, nodes] fp64."""
@@ -125,3 +131,17 @@ def make_scan_layout(
     if best is None:
         return None
     return scan_layout_of(t_most, *best)
+
+
+class StreamState(NamedTuple):
+    """The state of streams: sums over their tokens at the nodes of the query axis, all fp64."""
+
+    layout: ScanLayout
+    positions: Tensor  # [features]: t of the nodes
+    sums: Tensor  # [heads, features, head_dim in whole vectors]
+    z: Tensor  # [heads, features]
+    ends: Tensor  # [heads, 2]: the largest and the smallest key
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.sums, self.z, self.ends
