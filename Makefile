@@ -109,7 +109,7 @@ $(VENV)/.requirements: requirements.txt
 	@touch $@
 
 # An editable install: Python sources are used in place, the extension lands in python/boltzattn.
-$(VENV)/.built: $(VENV)/.requirements setup.py pyproject.toml $(SOURCES)
+$(VENV)/.built: $(VENV)/.requirements setup.py pyproject.toml python/boltzattn/_version.py $(SOURCES)
 	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
 	$(BIN)/python -c "import boltzattn._C"
 	@touch $@

@@ -2,9 +2,9 @@
 // python/boltzattn/problem.py.
 #pragma once
 
-#define BOLTZATTN_PROBLEM                                                                       \
-  "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_mask, Tensor? seed, " \
-  "float scale, float dropout_p, bool is_causal"
+#define BOLTZATTN_PROBLEM                                                         \
+  "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_mask, " \
+  "Tensor? slopes, Tensor? seed, float scale, float dropout_p, bool is_causal, bool is_gaussian"
 #define BOLTZATTN_LAYER                                                          \
   "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? weight_bias, " \
   "Tensor? out_bias, Tensor? key_mask, Tensor? extents, float scale"
@@ -14,16 +14,18 @@
 #define BOLTZATTN_SAVED "Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, "
 
 #define BOLTZATTN_FORWARD "(" BOLTZATTN_PROBLEM ") -> (Tensor, Tensor)"
-#define BOLTZATTN_BACKWARD "(" BOLTZATTN_SAVED BOLTZATTN_PROBLEM ") -> (Tensor, Tensor, Tensor)"
+#define BOLTZATTN_BACKWARD \
+  "(" BOLTZATTN_SAVED BOLTZATTN_PROBLEM ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 #define BOLTZATTN_PROJECT "(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)"
 
 // The same for the C++ functions.
 #define BOLTZATTN_SAVED_PARAMETERS Tensor grad_out, OptionalTensor grad_lse, Tensor out, Tensor lse
-#define BOLTZATTN_PROBLEM_PARAMETERS                                                         \
-  Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask, OptionalTensor key_mask, \
-      OptionalTensor seed, double scale, double dropout_p, bool is_causal
+#define BOLTZATTN_PROBLEM_PARAMETERS                                                              \
+  Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask, OptionalTensor key_mask,      \
+      OptionalTensor slopes, OptionalTensor seed, double scale, double dropout_p, bool is_causal, \
+      bool is_gaussian
 #define BOLTZATTN_PROBLEM_ARGUMENTS \
-  query, key, value, attn_mask, key_mask, seed, scale, dropout_p, is_causal
+  query, key, value, attn_mask, key_mask, slopes, seed, scale, dropout_p, is_causal, is_gaussian
 #define BOLTZATTN_LAYER_PARAMETERS                                                   \
   Tensor query, Tensor key, Tensor value, Tensor weight, OptionalTensor weight_bias, \
       OptionalTensor out_bias, OptionalTensor key_mask, OptionalTensor extents, double scale

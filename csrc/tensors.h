@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <optional>
 #include <sstream>
+#include <tuple>
 #include <vector>
 
 #include "spec/types.h"
@@ -22,9 +23,9 @@ using OptionalTensor = std::optional<Tensor>;
 // As in python/boltzattn/problem.py.
 struct Problem {
   const Tensor &query, &key, &value;
-  const OptionalTensor &attn_mask, &key_mask, &seed;
+  const OptionalTensor &attn_mask, &key_mask, &slopes, &seed;
   double scale, dropout_p;
-  bool is_causal;
+  bool is_causal, is_gaussian;
 };
 
 inline DType dtype_of(const Tensor& x) {
@@ -194,6 +195,7 @@ void describe(View& view, const Problem& p, Call& call) {
   call.scale = p.scale;
   call.dropout_p = p.dropout_p;
   call.is_causal = p.is_causal;
+  call.is_gaussian = p.is_gaussian;
   STD_TORCH_CHECK(call.rank > 0 && call.dv > 0, "boltzattn: rank and dv must be at least 1");
   STD_TORCH_CHECK(p.dropout_p >= 0 && p.dropout_p <= 1 && (p.dropout_p == 0 || p.seed),
                   "boltzattn: dropout_p must be from 0 to 1, with a seed if it is not 0, got ",
@@ -203,7 +205,44 @@ void describe(View& view, const Problem& p, Call& call) {
   call.value = view("value", p.value, call.n_k, call.dv);
   call.attn_mask = view("attn_mask", p.attn_mask, call.n_q, call.n_k, Holds::kMask);
   call.key_mask = view("key_mask", p.key_mask, kNone, call.n_k, Holds::kMask);
+  call.slopes = view("slopes", p.slopes, kNone, kNone, Holds::kFloat64);
   if (p.dropout_p > 0) call.seed = view("seed", p.seed, kNone, kNone, Holds::kInt64);
+}
+
+// What backward returns, in the order of Gradients in python/boltzattn/problem.py.
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+inline ScalarType type_of_sums(const Problem& p) {
+  return p.query.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+inline bool has_key_bias(const Problem& p) {
+  return p.key_mask && is_floating(*p.key_mask);
+}
+
+// Describes the gradients of key_mask and of slopes, where the mask is floating and where there are
+// slopes.
+template <class View, class Gradient>
+void describe_bias_gradients(View& view, const Problem& p, const Tensor& grad_key_mask,
+                             const Tensor& grad_slopes, Gradient& g) {
+  if (has_key_bias(p)) {
+    g.grad_key_mask = view("grad_key_mask", grad_key_mask, kNone, g.call.n_k, Holds::kMask);
+    STD_TORCH_CHECK(grad_key_mask.scalar_type() == type_of_sums(p),
+                    "boltzattn: grad_key_mask must have dtype ", toString(type_of_sums(p)),
+                    ", got ", toString(grad_key_mask.scalar_type()));
+  }
+  if (p.slopes) g.grad_slopes = view("grad_slopes", grad_slopes, kNone, kNone, Holds::kFloat64);
+}
+
+// The same for new ones. They have no elements if they are not described.
+template <class View, class Gradient>
+std::tuple<Tensor, Tensor> new_bias_gradients(View& view, const Problem& p, Gradient& g) {
+  const ScalarType sums = type_of_sums(p);
+  Tensor grad_key_mask =
+      has_key_bias(p) ? view.result({g.call.n_k}, sums) : new_tensor(p.query, {0}, sums);
+  Tensor grad_slopes =
+      p.slopes ? view.result({}, ScalarType::Double) : new_tensor(p.query, {0}, ScalarType::Double);
+  describe_bias_gradients(view, p, grad_key_mask, grad_slopes, g);
+  return {grad_key_mask, grad_slopes};
 }
 
 // Describes the gradients that backward starts from and those it returns.

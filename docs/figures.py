@@ -1,8 +1,9 @@
-"""Draw transform-region.png and transform-panels.png, the figures of docs/transform.md."""
+"""Draw the figures of docs/transform.md and docs/lookup.md: transform-*.png and lookup-*.png."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib as mpl
@@ -10,7 +11,9 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
 from boltzattn.transform.layout import Axis, Range, make_layout
+from boltzattn.transform.scan_layout import make_scan_layout
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
@@ -246,6 +249,284 @@ def draw_panels(to: Path) -> None:
     plt.close(figure)
 
 
+def draw_scan(to: Path) -> None:
+    """Features of queries and of keys, and how a causal row reads the table of earlier keys."""
+    t_most, keys = 60.0, 400
+    layout = make_scan_layout(torch.float32, t_most, 1.0, keys)
+    assert layout is not None
+    nodes = layout.nodes_of_panels().numpy()  # [panels, nodes]
+    positive = range(layout.levels + 1)
+    edges = np.array((-layout.edges[0], *layout.edges))
+    figure, ((of_query, of_key), (chunks, read)) = plt.subplots(
+        2, 2, figsize=(11, 6.8), layout="constrained"
+    )
+
+    t = np.linspace(-layout.edges[0], t_most, 4001)
+    panel, basis = (x.numpy() for x in layout.locate(torch.from_numpy(t)))
+    shown = layout.nodes // 2
+    for p in positive:
+        here = panel == p
+        colour = BLUE if p % 2 == 0 else ORANGE
+        for a in range(layout.nodes):
+            style = (
+                dict(color=colour, lw=0.7, alpha=0.35) if a != shown else dict(color=colour, lw=2)
+            )
+            of_query.plot(t[here], basis[here, a], **style)
+        of_query.plot(nodes[p], np.zeros(layout.nodes), ".", color=RED, ms=4, zorder=4)
+    mark_edges(of_query, edges)
+    of_query.set(
+        xlim=(-layout.edges[0], t_most),
+        xlabel=r"query $t$  (panels of $t < 0$ mirror these)",
+        ylabel=r"$\ell_a(t)$",
+        title=f"a query: the {layout.nodes} features of its panel",
+    )
+
+    s = np.linspace(0, 1, 600)
+    for p in positive[1:]:
+        colour = BLUE if p % 2 == 0 else ORANGE
+        for a in range(layout.nodes):
+            bold = a == shown
+            of_key.plot(
+                s,
+                np.exp(nodes[p, a] * (s - 1)),
+                color=colour,
+                lw=2 if bold else 0.7,
+                alpha=1 if bold else 0.35,
+            )
+    of_key.set(
+        xlim=(0, 1),
+        ylim=(-0.02, 1.05),
+        xlabel=r"key $s$  (here $e = 1$ is the largest so far)",
+        ylabel=r"$e^{t_a (s - e)}$",
+        title=r"a key: one feature per node, at most 1",
+    )
+
+    size, row = 8, 21  # tokens of a chunk, and the row that is looked at
+    for i in range(4 * size):
+        start = i // size * size
+        chunks.add_patch(plt.Rectangle((0, i), start, 1, color=PALE_BLUE, lw=0))
+        for j in range(start, i + 1):
+            square = dict(facecolor=PALE_ORANGE, edgecolor="white", lw=0.6)
+            chunks.add_patch(plt.Rectangle((j, i), 1, 1, **square))
+    first = row // size * size
+    chunks.add_patch(
+        plt.Rectangle((0, row), row + 1, 1, facecolor="none", edgecolor=RED, lw=1.6, zorder=5)
+    )
+    chunks.annotate(
+        "table of earlier chunks\n" r"$A_a = \sum_j e^{t_a (s_j - e)} (v_j - c, 1)$",
+        (first / 2, row + 5.2),
+        ha="center",
+        va="center",
+        fontsize=9,
+        color=BLUE,
+    )
+    chunks.annotate(
+        "own chunk:\npair by pair",
+        (first + 4.0, row - 1.2),
+        xytext=(first + 9.0, row - 9.5),
+        ha="center",
+        fontsize=9,
+        color="#8a5a00",
+        arrowprops={"arrowstyle": "->", "color": "#8a5a00"},
+    )
+    chunks.annotate("a row", (row + 1.4, row + 0.5), va="center", fontsize=9, color=RED)
+    chunks.set(
+        xlim=(0, 4 * size),
+        ylim=(4 * size, 0),
+        xlabel="key (token)",
+        ylabel="row (token)",
+        xticks=range(0, 4 * size + 1, size),
+        yticks=range(0, 4 * size + 1, size),
+        title="a causal row is the sum of two parts",
+    )
+
+    draw = np.random.default_rng(4)
+    earlier = draw.uniform(size=keys)
+    value = np.sin(7 * earlier) + 0.5 * draw.standard_normal(keys)
+    end = earlier.max()
+
+    def sums(at: Array) -> Array:
+        return np.exp(np.outer(at, earlier - end)) @ value
+
+    p, at = layout.levels - 1, 0.8 * layout.edges[layout.levels - 1]
+    low, high = layout.edges[p - 1], layout.edges[p]
+    near = np.linspace(0.8 * low, 1.15 * high, 500)
+    read.plot(near, sums(near), color=BLUE, lw=1.8, label=r"$\sum_j e^{t (s_j - e)} v_j$")
+    read.plot(nodes[p], sums(nodes[p]), ".", color=RED, ms=7, zorder=4, label="table at the nodes")
+    for node, height in zip(nodes[p], sums(nodes[p]), strict=True):
+        read.plot([node, node], [0, height], color=RED, lw=0.7, alpha=0.5)
+    _, weight = layout.locate(torch.tensor([at], dtype=torch.float64))
+    found, exact = float(weight[0].numpy() @ sums(nodes[p])), float(sums(np.array([at]))[0])
+    read.plot([at], [found], "D", color=GREEN, ms=8, zorder=5, label=r"$\sum_a \ell_a(t) A_a$")
+    read.axhline(0, color="black", lw=0.8)
+    mark_edges(read, np.array([low, high]))
+    read.legend(loc="center", frameon=True, facecolor="white", edgecolor="none", framealpha=0.95)
+    power = math.floor(math.log10(abs(found / exact - 1) + 1e-17))
+    read.set(
+        xlim=(near[0], near[-1]),
+        xlabel=r"query $t$, on one panel",
+        title=rf"what the row reads: {layout.nodes} nodes, exact to $10^{{{power + 1}}}$",
+    )
+    title = rf"a scan in fp32: $B = {t_most:g}$, {layout.panels} panels, {layout.features} features"
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(to)
+    plt.close(figure)
+
+
+def log_bound(nodes: int, kappa: Array) -> Array:
+    """log of the error of interpolating exp(kappa x) on [-1, 1] in Chebyshev nodes, at most."""
+    kappa = np.maximum(kappa, 1e-100)
+    ratio = kappa / (2 * (nodes + 1))
+    fine = nodes * np.log(kappa / 2) - math.lgamma(nodes + 1) + kappa**2 / (4 * (nodes + 1))
+    fine -= np.log1p(-np.minimum(ratio, 0.9))
+    return math.log(4) + np.where(ratio < 0.9, np.minimum(fine, kappa), kappa)
+
+
+class SmallHead:
+    """A head of few keys, whose log Z is computed from all of them, and its panels."""
+
+    def __init__(self, keys: Array, bias: Array, queries: Array, nodes: int, error: float) -> None:
+        self.keys, self.bias, self.queries = keys, bias, queries
+        self.nodes, self.log_error = nodes, math.log(error)
+        self.query_panels = self._greedy(queries, self._query_panel_is_good)
+        ends = queries[np.array(self.query_panels)]
+        self.spots = np.unique(np.column_stack([ends, ends.mean(1)]))
+        self.spot_log_z = np.logaddexp.reduce(self.logits(self.spots), 1)
+        # Keys that matter nowhere are left out of the panels.
+        self.kept = self.matters(queries).any(0)
+        self.key_panels = self._greedy(keys[self.kept], self._key_panel_is_good)
+
+    def logits(self, t: Array) -> Array:
+        return np.outer(t, self.keys) + self.bias
+
+    def matters(self, t: Array) -> NDArray[np.bool_]:
+        logits = self.logits(t)
+        return logits >= logits.max(1, keepdims=True) + self.log_error
+
+    @staticmethod
+    def _greedy(sites: Array, good: Callable[[Array], bool]) -> list[tuple[int, int]]:
+        """First and last site of panels, each as wide as it may be."""
+        found, first = [], 0
+        for last in range(len(sites)):
+            if last > first and not good(sites[first : last + 1]):
+                found.append((first, last - 1))
+                first = last
+        return [*found, (first, len(sites) - 1)]
+
+    def _query_panel_is_good(self, t: Array) -> bool:
+        middle, half = (t[0] + t[-1]) / 2, (t[-1] - t[0]) / 2
+        weight = self.logits(np.array([middle]))[0]
+        weight = np.exp(weight - np.logaddexp.reduce(weight))
+        kappa = np.abs(self.keys - weight @ self.keys) * half
+        return bool(np.log(weight @ np.exp(log_bound(self.nodes, kappa))) <= self.log_error)
+
+    def _key_panel_is_good(self, s: Array) -> bool:
+        middle, half = (s[0] + s[-1]) / 2, (s[-1] - s[0]) / 2
+        inside = (self.keys >= s[0]) & (self.keys <= s[-1]) & self.kept
+        g = self.spots * middle - self.spot_log_z
+        near = self.spots[g >= g.max() - 1]
+        tilt = (near[0] + near[-1]) / 2
+        g += np.logaddexp.reduce(tilt * (self.keys - middle)[inside] + self.bias[inside])
+        bound = g + log_bound(self.nodes, np.abs(self.spots - tilt) * half)
+        return bool(bound.max() <= self.log_error)
+
+
+def draw_envelope(to: Path) -> None:
+    """The logits of a small biased head under their envelope, and the blocks that matter."""
+    draw = np.random.default_rng(5)
+    keys = np.sort(draw.uniform(-2, 2, 60))
+    bias = 2 * draw.standard_normal(60) - 4 * keys**2
+    queries = np.linspace(-16, 16, 801)
+    head = SmallHead(keys, bias, queries, nodes=6, error=1e-2)
+    logits, matters = head.logits(queries), head.matters(queries)
+    envelope = logits.max(1)
+    kept = keys[head.kept]
+    edges = [queries[a] for a, _ in head.query_panels[1:]]
+
+    figure, (under, plane) = plt.subplots(
+        1, 2, figsize=(11, 4.8), width_ratios=(1, 1.1), layout="constrained"
+    )
+    low = envelope + head.log_error
+    under.fill_between(queries, low, envelope, color=PALE_ORANGE, lw=0, zorder=0)
+    for j in range(len(keys)):
+        colour, width = (BLUE, 0.8) if head.kept[j] else ("#bbbbbb", 0.6)
+        under.plot(queries, logits[:, j], color=colour, lw=width, zorder=2 if head.kept[j] else 1)
+    under.plot(queries, envelope, color=RED, lw=2.2, zorder=4, label=r"envelope $E(t)$")
+    log_z = np.logaddexp.reduce(logits, 1)
+    under.plot(queries, log_z, color="black", lw=1.4, ls="--", zorder=5, label=r"$\log Z(t)$")
+    under.plot([], [], color=BLUE, lw=0.8, label=r"keys that matter somewhere")
+    under.plot([], [], color="#bbbbbb", lw=0.6, label="keys that matter nowhere")
+    mark_edges(under, np.array(edges))
+    under.set(
+        xlim=(queries[0], queries[-1]),
+        ylim=(envelope.min() - 12, envelope.max() + 1),
+        xlabel=r"query $t$, and the edges of query panels",
+        ylabel=r"logit $t s_j + c_j$",
+        title="one line per key",
+    )
+    under.legend(loc="upper center", fontsize=9)
+
+    for a, z in head.key_panels:
+        inside = (keys >= kept[a]) & (keys <= kept[z]) & head.kept
+        for first, last in head.query_panels:
+            if not matters[first : last + 1, inside].any():
+                continue
+            corner, pad = (kept[a] - 0.02, queries[first]), 0.04
+            size = kept[z] - kept[a] + pad, queries[last] - queries[first]
+            style = dict(facecolor=PALE_BLUE, edgecolor=BLUE, lw=0.9)
+            plane.add_patch(plt.Rectangle(corner, *size, **style))
+    for j in np.flatnonzero(head.kept):
+        seen = queries[matters[:, j]]
+        plane.plot([keys[j]] * 2, [seen[0], seen[-1]], color=ORANGE, lw=2.4, solid_capstyle="butt")
+    mean = (np.exp(logits - log_z[:, None]) * keys).sum(1)
+    plane.plot(mean, queries, color=RED, lw=2, label="mean key, the slope of $\\log Z$")
+    plane.plot([], [], color=ORANGE, lw=2.4, label="where a key matters")
+    plane.plot([], [], "s", color=PALE_BLUE, mec=BLUE, ms=9, label="blocks of two panels")
+    plane.set(
+        ylim=(queries[0], queries[-1]),
+        xlim=(kept[0] - 0.15, kept[-1] + 0.15),
+        xlabel=r"key $s$",
+        ylabel=r"query $t$",
+        title=f"{len(head.query_panels)} query panels, {len(head.key_panels)} key panels, "
+        f"{head.nodes} nodes, error {math.exp(head.log_error):.0%}",
+    )
+    plane.legend(loc="lower right", fontsize=9, frameon=True, edgecolor="none", framealpha=0.9)
+    figure.savefig(to)
+    plt.close(figure)
+
+
+def draw_weights(to: Path) -> None:
+    """What heads of rank 1 attend to: attention weights of a few queries."""
+    keys = np.linspace(-2, 2, 161)
+    bias = 2 * np.cos(7 * keys) - 1.2 * keys**2
+    queries = np.array([-1.5, 0.0, 1.5])
+    styles = [(BLUE, "--"), (GREEN, "-"), (RED, "-.")]
+    kinds = [
+        ("dot: an end, or the average", 2 * np.outer(queries, keys)),
+        ("dot with a key bias: any key, but in order", 2 * np.outer(queries, keys) + bias),
+        ("Gaussian: what is near", -0.5 * ((queries[:, None] - keys) / 0.25) ** 2),
+    ]
+    figure, all_axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
+    for axes, (title, logits) in zip(all_axes, kinds, strict=True):
+        weight = np.exp(logits - np.logaddexp.reduce(logits, 1)[:, None])
+        for (colour, line), query, row in zip(styles, queries, weight, strict=True):
+            axes.plot(keys, row, color=colour, ls=line, lw=1.8, label=f"query {query:g}")
+            axes.fill_between(keys, 0, row, color=colour, alpha=0.12, lw=0)
+        if "bias" in title:
+            shown = bias - bias.min()
+            axes.plot(
+                keys, 0.2 * weight.max() * shown / shown.max(), color=GREY, lw=1, label="bias"
+            )
+        axes.set(title=title, xlabel="key", xlim=(-2, 2), ylim=(0, 1.25 * weight.max()))
+        axes.legend(fontsize=8, loc="upper center", ncols=4, handlelength=1.4, columnspacing=1)
+    all_axes[0].set_ylabel("attention weight")
+    figure.savefig(to)
+    plt.close(figure)
+
+
 if __name__ == "__main__":
     draw_region(HERE / "transform-region.png")
     draw_panels(HERE / "transform-panels.png")
+    draw_scan(HERE / "transform-scan.png")
+    draw_envelope(HERE / "lookup-envelope.png")
+    draw_weights(HERE / "lookup-weights.png")

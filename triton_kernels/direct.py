@@ -34,14 +34,14 @@ def direct_forward(problem: Problem) -> Saved:
 
 
 def direct_backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradients:
-    found = Gradients(*(x.new_empty(x.shape) for x in problem.inputs))
+    found = problem.new_gradients()
     backward_unserved(grads, saved, problem, None, found)
     return found
 
 
 def _inputs(problem: Problem, served: Tensor | None) -> tuple[Any, ...]:
     """The arguments that all kernels have in common; the last are the sizes."""
-    query, key, value, attn_mask, key_mask, seed, scale, p, _ = problem
+    query, key, value, attn_mask, key_mask, _, seed, scale, p, _, _ = problem
     sizes = Sizes(*lead_of(query, 2), query.shape[-2], *value.shape[-2:], scale)
     dropout = None
     if seed is not None and p > 0.0:

@@ -95,8 +95,10 @@ def heads_first(problem: LayerProblem) -> Problem:
         None,
         None if mask is None else mask.expand(heads, *mask.shape),
         None,
+        None,
         problem.scale,
         0.0,
+        False,
         False,
     )
 
@@ -183,7 +185,9 @@ def layer_backward(grad_out: Tensor, problem: LayerProblem) -> LayerGradients:
             forward_unserved(one.problem, served, attended)
             back = torch.empty_like(attended.out)
             product_unserved(grad_out, weight[head].mT.expand(batch, -1, -1), served, back)
-            found = Gradients(grad_query[head], grad_key[head], part)
+            found = Gradients(
+                grad_query[head], grad_key[head], part, *one.problem.new_gradients()[3:]
+            )
             backward_unserved(OutputGradients(back, None), attended, one.problem, served, found)
             product_unserved(grad_out.mT, attended.out.mT, served, grad_weight[head])
             if head > 0:

@@ -50,7 +50,7 @@ def transform_backward(grads: OutputGradients, saved: Saved, problem: Problem) -
         return direct_backward(grads, saved, problem)
     # Masked keys are left out of the order of keys, and have no gradient.
     new = "new_empty" if problem.key_mask is None else "new_zeros"
-    found = Gradients(*(getattr(x, new)(x.shape) for x in problem.inputs))
+    found = problem.new_gradients(new)
     with on_device(problem.query):
         transform = run_to_core(problem, for_backward=True)
         to_query, *sums = query_moments(transform, transform.core.node_slopes, grads)

@@ -34,5 +34,5 @@ def random_inputs(
 
 def _arguments(method: str, inputs: tuple[Tensor, Tensor, Tensor], causal: bool) -> tuple:
     scale = inputs[0].shape[-1] ** -0.5
-    problem = Problem(*inputs, None, None, None, scale, dropout_p=0.0, is_causal=causal)
+    problem = Problem(*inputs, *[None] * 4, scale, 0.0, causal, False)
     return *problem, *Choice(method, "auto")

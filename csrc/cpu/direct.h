@@ -5,63 +5,12 @@
 // them in tiles. Every result is summed by one task in one fixed order, so it is bitwise the same
 // for any number of threads.
 
-constexpr int64_t kRowBlock = 48;   // query rows whose scores are held at once: whole tiles
-constexpr int64_t kKeyBlock = 256;  // keys in a tile
-constexpr int64_t kRowSpan = 16;    // blocks of rows whose gradients are summed apart
-constexpr int kLargestRank = 16;    // ranks up to this have their own score kernel
-static_assert(kRowBlock % kTileRows == 0, "a block of rows is whole tiles");
-
-// A tile of up to kKeyBlock keys is computed in whole panels; the padding is masked.
-template <class T>
-BOLTZATTN_INLINE int64_t width_of(int64_t keys) {
-  return round_up(keys, kPanelWidth<T>);
-}
+constexpr int64_t kRowSpan = 16;  // blocks of rows whose gradients are summed apart
+constexpr int64_t kDistances = kRowBlock - 1 + kKeyBlock;  // of the pairs of a tile
 
 // Logits that are exact must stay so: they may be ties.
 template <class T>
 using RowSoftmax = OnlineSoftmax<T, false>;
-
-// q[rows][rank], scaled.
-template <class T>
-static void read_queries(const Attention& call, int64_t h, int64_t first, int64_t rows, T* q) {
-  read_block(call.query, h, first, 0, rows, call.rank, q, call.rank, 1);
-  for (int64_t i = 0; i < rows * call.rank; ++i) q[i] *= T(call.scale);
-}
-// k[rank][kKeyBlock]
-template <class T>
-static void read_keys(const Attention& call, int64_t h, int64_t first, int64_t keys, T* k) {
-  if (keys < width_of<T>(keys)) set_zero(k, call.rank * kKeyBlock);
-  read_block(call.key, h, first, 0, keys, call.rank, k, 1, kKeyBlock);
-}
-
-// scores[rows][width] = q[rows][rank] k[rank][width], lines of both in steps of kKeyBlock and
-// `rows` rounded up to whole tiles: the rows past the end hold arbitrary numbers, and their scores
-// are not used.
-template <class T>
-using ScoreTile = void (*)(int64_t rows, int64_t width, int64_t rank, const T* q, const T* k,
-                           T* scores);
-
-template <class T, int Rank>
-static void score_tile(int64_t rows, int64_t width, int64_t rank, const T* q, const T* k,
-                       T* scores) {
-  constexpr int L = kLanes<T>;
-  for (int64_t i = 0; i < rows; i += kTileRows)
-    product_rows<T, kTileRows, Rank>(
-        int(i), int(width / L), int(rank), Strided<T>{q, rank, 1},
-        [=](int v, int r, auto& line) BOLTZATTN_INLINED { load(k + r * kKeyBlock + v * L, line); },
-        [=](int v, int row, auto& sum)
-            BOLTZATTN_INLINED { store(scores + row * kKeyBlock + v * L, sum); });
-}
-
-template <class T, int... Ranks>
-static ScoreTile<T> score_tile_for(int64_t rank, std::integer_sequence<int, Ranks...>) {
-  static constexpr ScoreTile<T> table[] = {score_tile<T, Ranks>...};
-  return table[rank <= kLargestRank ? rank : 0];
-}
-template <class T>
-static ScoreTile<T> score_tile_for(int64_t rank) {
-  return score_tile_for<T>(rank, std::make_integer_sequence<int, kLargestRank + 1>{});
-}
 
 template <class T>
 static void add_bool_mask(const uint8_t* mask, int64_t stride, int64_t count, bool allowed, T* to) {
@@ -84,8 +33,25 @@ template <class T>
 struct TileMask {
   const Attention& call;
   int64_t h;
-  T* key_bias;  // [kKeyBlock]
-  T* row_bias;  // [kKeyBlock]
+  T* key_bias;       // [kKeyBlock]
+  T* row_bias;       // [kKeyBlock]
+  T* distance_bias;  // [kDistances]: slope times distance
+  double* distance;  // [kDistances]: -|i - j| of the pairs of the last tile, see distances_of_row
+  double slope;
+
+  TileMask(const Attention& call_, int64_t h_, Scratch& scratch)
+      : call(call_),
+        h(h_),
+        key_bias(scratch.take<T>(kKeyBlock)),
+        row_bias(scratch.take<T>(kKeyBlock)),
+        distance_bias(scratch.take<T>(kDistances)),
+        distance(scratch.take<double>(kDistances)),
+        slope(call_.slopes ? static_cast<double*>(call_.slopes.data)[call_.slopes.head[h_]] : 0) {}
+
+  // What the constructor takes.
+  static constexpr int64_t kBytes =
+      int64_t(sizeof(T)) * (2 * kKeyBlock + kDistances) + int64_t(sizeof(double)) * kDistances;
+  static constexpr int64_t kPieces = 4;
 
   void start_keys(int64_t first_key, int64_t keys) {
     const Matrix& m = call.key_mask;
@@ -99,12 +65,31 @@ struct TileMask {
     }
   }
 
+  // A tile has few distances, and those of a row lie next to each other, by key.
+  static int64_t distances_of_row(int64_t i) { return kRowBlock - 1 - i; }
+
+  void find_distances(int64_t first_row, int64_t first_key, int64_t width) {
+    const int64_t at_first = first_key - first_row - (kRowBlock - 1);
+    for (int64_t c = 0; c < kRowBlock - 1 + width; ++c) {
+      const int64_t gap = at_first + c;
+      distance[c] = double(gap < 0 ? gap : -gap);
+      distance_bias[c] = T(slope * distance[c]);
+    }
+  }
+
   void apply(int64_t first_row, int64_t rows, int64_t first_key, int64_t keys, T* scores) {
     const Matrix& m = call.attn_mask;
+    if (call.slopes) find_distances(first_row, first_key, width_of<T>(keys));
     for (int64_t i = 0; i < rows; ++i) {
       T* row = scores + i * kKeyBlock;
-      if (call.key_mask)
+      if (call.slopes) {
+        // Added to each other first: a sum with a large score rounds more.
+        const T* bias = distance_bias + distances_of_row(i);
+        for (int64_t j = 0; j < keys; ++j)
+          row[j] = add_bias(row[j], call.key_mask ? add_bias(bias[j], key_bias[j]) : bias[j]);
+      } else if (call.key_mask) {
         for (int64_t j = 0; j < keys; ++j) row[j] = add_bias(row[j], key_bias[j]);
+      }
       if (m && m.dtype == DType::kBool) {
         const int64_t at = m.head[h] + (first_row + i) * m.row + first_key * m.column;
         add_bool_mask(static_cast<const uint8_t*>(m.data) + at, m.column, keys, true, row);
@@ -184,19 +169,26 @@ BOLTZATTN_INLINE T top_of_row(const T* row, int64_t width) {
   return reduce_max<T>(top);
 }
 
-// scores -> unnormalised weights, in place.
+// scores -> unnormalised weights, in place. A running sum of a whole tile would round kKeyBlock / L
+// times relative to all of it, so few vectors are summed at a time.
 template <class T>
 BOLTZATTN_INLINE void weigh_row(RowSoftmax<T>& state, T* row, int64_t width) {
   constexpr int L = kLanes<T>;
+  constexpr int64_t kAtOnce = 8 * L;
   const T reference = state.reference();
-  Vec<T> sum{};
+  Vec<T> total{};
+  for (int64_t first = 0; first < width; first += kAtOnce) {
+    const int64_t end = least(width, first + kAtOnce);
+    Vec<T> sum{};
 #pragma GCC unroll 4
-  for (int64_t j = 0; j < width; j += L) {
-    const Vec<T> weight = exp2_of((load(row + j) - reference) * T(kLog2e));
-    store(row + j, weight);
-    sum += weight;
+    for (int64_t j = first; j < end; j += L) {
+      const Vec<T> weight = exp2_of((load(row + j) - reference) * T(kLog2e));
+      store(row + j, weight);
+      sum += weight;
+    }
+    total += sum;
   }
-  state.sum += double(reduce_sum<T>(sum));
+  state.sum += double(reduce_sum<T>(total));
 }
 
 template <class T>
@@ -205,20 +197,20 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
   const Panels<T> value_tile{call.dv, kKeyBlock};
   const Panels<T> sums{call.dv, row_end - first_row};
   const int64_t rows = sums.rows;
-  Scratch scratch(int64_t(sizeof(T)) * (round_up(rows, kTileRows) * call.rank +
-                                        kKeyBlock * (call.rank + kRowBlock + 2) +
-                                        value_tile.size() + sums.size()) +
-                      rows * int64_t(sizeof(RowSoftmax<T>)),
-                  8);
+  Scratch scratch(
+      int64_t(sizeof(T)) * (round_up(rows, kTileRows) * call.rank +
+                            kKeyBlock * (call.rank + kRowBlock) + value_tile.size() + sums.size()) +
+          rows * int64_t(sizeof(RowSoftmax<T>)) + TileMask<T>::kBytes,
+      6 + TileMask<T>::kPieces);
   T* q = scratch.take<T>(round_up(rows, kTileRows) * call.rank);
   T* k = scratch.take<T>(call.rank * kKeyBlock);
   T* v = scratch.take<T>(value_tile.size());
   T* scores = scratch.take<T>(kRowBlock * kKeyBlock);
   T* sum = scratch.take<T>(sums.size());
   auto* state = scratch.take<RowSoftmax<T>>(rows);
-  TileMask<T> mask{call, h, scratch.take<T>(kKeyBlock), scratch.take<T>(kKeyBlock)};
+  TileMask<T> mask(call, h, scratch);
   const Dropout dropout(call, h);
-  const ScoreTile<T> score = score_tile_for<T>(call.rank);
+  const Scores<T> score(call);
 
   read_queries(call, h, first_row, rows, q);
   set_zero(sum, sums.size());
@@ -238,7 +230,7 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
       const int64_t here = least(kRowBlock, rows - block), row = first_row + block;
       if (call.is_causal && row + here <= key) continue;
       pause_point();
-      score(here, width, call.rank, q + block * call.rank, k, scores);
+      score(here, width, q + block * call.rank, k, scores);
       mask.apply(row, here, key, keys, scores);
       // First all maxima, then all weights: the weights of a row depend on its own maximum only, so
       // rows overlap.

@@ -15,6 +15,7 @@
 #include "cpu/problem.h"
 #include "spec/certificate.h"
 #include "spec/dropout.h"
+#include "spec/envelope.h"
 #include "spec/online_softmax.h"
 #include "spec/scan.h"
 
@@ -59,6 +60,11 @@ struct Kernels {
                               double* query_moments);
   void (*stage_adjoint)(const AttentionGradient&, const SharedRange*, const double* moments,
                         const double* query_moments);
+  // A scan in stages, for sequences on several machines: see scan/shards.h.
+  void (*shard_tables)(const Attention&, const ScanShard&, const ShardTables&);
+  void (*shard_forward)(const Attention&, const ScanShard&, double* z);  // z: [heads][n_q]
+  void (*shard_rows)(const AttentionGradient&, const ScanShard&, const double* z, double* table);
+  void (*shard_backward)(const AttentionGradient&, const ScanShard&);
 };
 
 extern const Kernels kAvx512, kAvx2, kPortable;

@@ -10,6 +10,7 @@
 #define BOLTZATTN_ISA avx2
 #define BOLTZATTN_VECTOR_BYTES 32
 #define BOLTZATTN_TILE_ROWS 6
+#define BOLTZATTN_FUSED_PRODUCTS  // GCC 12 does not define __FMA__ for the pragma above
 #include "cpu/kernels.inc.h"
 #ifdef __clang__
 #pragma clang attribute pop

@@ -12,6 +12,7 @@
 #define BOLTZATTN_ISA avx512
 #define BOLTZATTN_VECTOR_BYTES 64
 #define BOLTZATTN_TILE_ROWS 12
+#define BOLTZATTN_FUSED_PRODUCTS  // GCC 12 does not define __FMA__ for the pragma above
 #include "cpu/kernels.inc.h"
 #ifdef __clang__
 #pragma clang attribute pop

@@ -9,6 +9,7 @@ namespace boltzattn::BOLTZATTN_ISA {
 #include "cpu/simd/workspace.h"
 #include "cpu/simd/gemm.h"
 #include "cpu/simd/pack.h"
+#include "cpu/scores.h"
 #include "cpu/direct.h"
 #include "cpu/direct_backward.h"
 #include "cpu/small_layer.h"
@@ -22,13 +23,23 @@ namespace boltzattn::BOLTZATTN_ISA {
 #include "cpu/transform/core.h"
 #include "cpu/transform/evaluate.h"
 #include "cpu/transform/adjoint.h"
+#include "cpu/transform/for_heads.h"
+#include "cpu/envelope/sites.h"
+#include "cpu/envelope/layout.h"
+#include "cpu/envelope/tokens.h"
+#include "cpu/envelope/passes.h"
+#include "cpu/envelope/core.h"
+#include "cpu/envelope/entry.h"
 #include "cpu/transform/entry.h"
 #include "cpu/transform/stages.h"
 #include "cpu/scan/chunk.h"
 #include "cpu/scan/table.h"
+#include "cpu/scan/biased.h"
+#include "cpu/scan/biased_backward.h"
 #include "cpu/scan/forward.h"
 #include "cpu/scan/backward.h"
 #include "cpu/scan/stream.h"
+#include "cpu/scan/shards.h"
 #include "cpu/varlen.h"
 
 // Kernels are templates of the arithmetic type: fp64 for fp64 tensors, else fp32.
@@ -85,7 +96,11 @@ static constexpr Kernels table(const char* name, bool (*supported)()) {
           BOLTZATTN_BY_DTYPE(stage_moments),
           BOLTZATTN_BY_DTYPE(stage_evaluate),
           BOLTZATTN_BY_DTYPE(stage_query_moments),
-          BOLTZATTN_BY_DTYPE(stage_adjoint)};
+          BOLTZATTN_BY_DTYPE(stage_adjoint),
+          BOLTZATTN_BY_DTYPE(shard_tables),
+          BOLTZATTN_BY_DTYPE(shard_forward),
+          BOLTZATTN_BY_DTYPE(shard_rows),
+          BOLTZATTN_BY_DTYPE(shard_backward)};
 }
 
 }  // namespace boltzattn::BOLTZATTN_ISA

@@ -22,9 +22,11 @@ struct Attention {
   double scale;
   double dropout_p;
   bool is_causal;
+  bool is_gaussian;  // logits are -scale / 2 |q - k|^2, not scale q . k
   Matrix query, key, value;
   Matrix attn_mask;  // bool: true = may attend; floating: added to the logits
   Matrix key_mask;   // [heads, 1, n_k]; bool: true = ignored; floating: added to the logits
+  Matrix slopes;     // [heads, 1, 1] fp64; -slope |i - j| is added to the logits
   Matrix seed;       // [heads, 1, 1] int64
   Matrix out;        // written by forward, read by backward
   Matrix lse;        // [heads, n_q, 1], fp64, rows next to each other; none for a layer
@@ -39,6 +41,8 @@ struct AttentionGradient {
   Matrix grad_out;
   Matrix grad_lse;  // [heads, n_q, 1], fp64; absent if lse was not used
   Matrix grad_query, grad_key, grad_value;
+  Matrix grad_key_mask;  // [heads, 1, n_k], fp64 or fp32; absent unless the mask is floating
+  Matrix grad_slopes;    // [heads, 1, 1], fp64; absent without slopes
 };
 
 // What a layer adds to attention: values are weight v_j + weight_bias with rows v_j of `columns`
@@ -76,6 +80,27 @@ struct Stream {
   const double* positions;  // [features]: t of the nodes
 };
 constexpr int64_t kStreamLanes = 8;
+
+// A shard of causal sequences, one per head: the layouts that all shards use, and what is known of
+// the keys of earlier shards and of the rows of later ones. See scan/shards.h and
+// python/boltzattn/transform/scan_shards.py.
+struct ScanShard {
+  int nodes, levels;
+  double ratio;
+  const double* t_most;   // [heads]
+  const double* ends;     // [heads][2]: the largest and the smallest key
+  const double* keys;     // [heads][3]: their number, their sum, and the largest |value|
+  const double* centres;  // [heads][2][dv]: the values of the end keys
+  const double* table;    // [heads][features][dv + 1]
+  const double* slopes;   // the same; none without gradients
+  const double* later;    // the same; none without later shards
+  bool open;              // whether later shards read the tables of this one
+};
+
+// What a shard tells the later ones.
+struct ShardTables {
+  double *ends, *keys, *centres, *table, *slopes;  // as in ScanShard; slopes may be none
+};
 
 // Numbers of rank-1 queries and keys from tokens: out = weight x + bias.
 struct Projection {

@@ -1,7 +1,8 @@
 // Sequences of different lengths, end to end in the rows of one set of tensors. Included inside an
 // ISA's namespace.
 //
-// Each sequence is a separate call on some rows, without padding or copies.
+// Each sequence is a separate call on some rows, without padding or copies. `direct` takes what is
+// added to scores; distances are counted within a sequence.
 
 // The call on the rows of one sequence.
 struct SequenceGradient {
@@ -9,20 +10,22 @@ struct SequenceGradient {
   AttentionGradient g;
 
   SequenceGradient(const AttentionGradient& whole, const Sequence& s)
-      : offsets(10 * whole.call.heads), g(whole) {
+      : offsets(12 * whole.call.heads), g(whole) {
     Attention& call = g.call;
     call.n_q = s.n_q;
     call.n_k = s.n_k;
     int64_t* next = offsets.data;
-    auto start_at = [&](Matrix& m, int64_t row) {
+    auto start_at = [&](Matrix& m, int64_t row, int64_t column = 0) {
       if (!m) return;
-      for (int64_t h = 0; h < call.heads; ++h) next[h] = m.head[h] + row * m.row;
+      for (int64_t h = 0; h < call.heads; ++h)
+        next[h] = m.head[h] + row * m.row + column * m.column;
       m.head = next;
       next += call.heads;
     };
     for (Matrix* m : {&call.query, &call.out, &call.lse, &g.grad_out, &g.grad_lse, &g.grad_query})
       start_at(*m, s.query);
     for (Matrix* m : {&call.key, &call.value, &g.grad_key, &g.grad_value}) start_at(*m, s.key);
+    for (Matrix* m : {&call.key_mask, &g.grad_key_mask}) start_at(*m, 0, s.key);
   }
 };
 
@@ -45,7 +48,8 @@ static void for_sequences(const Sequence* sequences, int64_t count, Body body) {
 
 template <class T>
 static void varlen_forward(const Attention& whole, const Sequence* sequences, int64_t count) {
-  const AttentionGradient none{whole, {}, {}, {}, {}, {}};
+  AttentionGradient none{};
+  none.call = whole;
   for_sequences(sequences, count, [&](const Sequence& s) {
     const SequenceGradient one(none, s);
     if (!s.by_transform)
@@ -60,8 +64,17 @@ static void varlen_forward(const Attention& whole, const Sequence* sequences, in
 template <class T>
 static void varlen_backward(const AttentionGradient& whole, const Sequence* sequences,
                             int64_t count) {
+  // Each sequence has its own gradient of the slopes, so that they are added up in order.
+  const int64_t heads = whole.call.heads;
+  const Matrix& slopes = whole.grad_slopes;
+  Buffer<double> of_slopes(slopes ? count * heads : 0);
+  Buffer<int64_t> each_head(heads);
+  for (int64_t h = 0; h < heads; ++h) each_head.data[h] = h;
   for_sequences(sequences, count, [&](const Sequence& s) {
-    const SequenceGradient one(whole, s);
+    SequenceGradient one(whole, s);
+    if (slopes)
+      one.g.grad_slopes = {of_slopes.data + (&s - sequences) * heads, DType::kFloat64,
+                           each_head.data, 0, 0};
     if (!s.by_transform)
       direct_backward<T>(one.g);
     else if (whole.call.is_causal)
@@ -69,4 +82,9 @@ static void varlen_backward(const AttentionGradient& whole, const Sequence* sequ
     else
       transform_backward<T>(one.g);
   });
+  for (int64_t h = 0; slopes && h < heads; ++h) {
+    double sum = 0;
+    for (int64_t i = 0; i < count; ++i) sum += of_slopes.data[i * heads + h];
+    static_cast<double*>(slopes.data)[slopes.head[h]] = sum;
+  }
 }

@@ -60,6 +60,8 @@ class Views : public Arguments {
 void describe(const Views& view, const Problem& p, bool transform, Call& call) {
   boltzattn::describe(view, p, call);
   if (transform) check_transform(p);
+  STD_TORCH_CHECK(!p.slopes && !p.is_gaussian,
+                  "boltzattn: backend 'cuda' takes no slopes and no Gaussian score");
   for (int64_t size : view.lead()) {
     if (size == 1) continue;
     STD_TORCH_CHECK(call.dims < kMostLead, "boltzattn: backend 'cuda' takes at most ", kMostLead,
@@ -95,19 +97,20 @@ std::tuple<Tensor, Tensor> forward(BOLTZATTN_PROBLEM_PARAMETERS) {
 }
 
 template <void (*run)(Gradient&, const Tensor&, cudaStream_t), bool transform>
-std::tuple<Tensor, Tensor, Tensor> backward(BOLTZATTN_SAVED_PARAMETERS,
-                                            BOLTZATTN_PROBLEM_PARAMETERS) {
+Gradients backward(BOLTZATTN_SAVED_PARAMETERS, BOLTZATTN_PROBLEM_PARAMETERS) {
   const Views view("query", query);
+  const Problem problem{BOLTZATTN_PROBLEM_ARGUMENTS};
   Gradient g{};
-  describe(view, {BOLTZATTN_PROBLEM_ARGUMENTS}, transform, g.call);
+  describe(view, problem, transform, g.call);
   describe_results(view, out, lse, g.call);
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   Tensor grad_query = view.result({g.call.n_q, g.call.rank});
   Tensor grad_key = view.result({g.call.n_k, g.call.rank});
   Tensor grad_value = view.result({g.call.n_k, g.call.dv});
   describe_gradients(view, grad_out, grad_lse, grad_query, grad_key, grad_value, g);
+  auto [grad_key_mask, grad_slopes] = new_bias_gradients(view, problem, g);
   run(g, query, current_stream(query.get_device_index()));
-  return {grad_query, grad_key, grad_value};
+  return {grad_query, grad_key, grad_value, grad_key_mask, grad_slopes};
 }
 
 void run_direct_forward(Call& call, const Tensor& like, cudaStream_t stream) {

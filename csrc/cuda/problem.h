@@ -21,10 +21,11 @@ struct Call {
   int64_t heads, n_q, n_k, rank, dv;
   double scale, dropout_p;
   int64_t lead[kMostLead];  // sizes; the first `dims` count
-  int32_t dims, is_causal;
+  int32_t dims, is_causal, is_gaussian;
   Strided query, key, value;
   Strided attn_mask;      // data null: none; bool: true = may attend; floating: added to logits
   Strided key_mask;       // [heads, 1, n_k]; bool: true = ignored; floating: added to logits
+  Strided slopes;         // [heads, 1, 1] fp64; -slope |i - j| is added to the logits
   Strided seed;           // [heads, 1, 1] int64
   Strided out;            // written by forward, read by backward
   double* lse;            // [heads, n_q]
@@ -37,7 +38,9 @@ struct Gradient {
   Strided grad_out;
   Strided grad_lse;  // [heads, n_q, 1] fp64; data null if lse was not used
   Strided grad_query, grad_key, grad_value;
-  void* row_norms;  // workspace: [heads, n_q] of (high, low, delta) in the arithmetic type
+  Strided grad_key_mask;  // [heads, 1, n_k], fp64 or fp32; data null unless the mask is floating
+  Strided grad_slopes;    // [heads, 1, 1] fp64; data null without slopes
+  void* row_norms;        // workspace: [heads, n_q] of (high, low, delta) in the arithmetic type
 };
 
 // Numbers of rank-1 queries and keys from tokens: out = weight x + bias.

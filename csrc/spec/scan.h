@@ -8,10 +8,9 @@
 //
 // Panels: one of half width `inner` around t = 0, where keys are measured from their middle, and on
 // either side `levels` panels [a, ratio a], where they are measured from the end of most weight.
-//   outer panels: exp(-t d) with d >= 0 is at most 1 on the ellipse around [a, ratio a] that
-//   touches
-//     0, so p nodes err by at most 4 rho^-p / (rho - 1) a key, for every d;
-//     rho + 1 / rho = 2 (ratio + 1) / (ratio - 1).
+//   outer panels: l_a are rational, with poles at the mirror images -t_a of the nodes: the best
+//     approximation of exp(-t d) over d >= 0 in L2. With nodes that are Chebyshev's in log t, p of
+//     them err by at most 3 q^p a key for every d, q = (sqrt(ratio) - 1) / (2 (sqrt(ratio) + 1)).
 //   central panel: weights differ by factors of at most exp(2 kappa), kappa = inner R / 2, so the
 //     error relative to a weight is at most 4 rho^-p / (rho - 1) exp(kappa (rho + 1 / rho) / 2 +
 //     kappa) for every rho.
@@ -43,7 +42,7 @@ BOLTZATTN_HD int level_of(const ScanLayout& layout, int panel) {
   return panel <= layout.levels ? panel : panel - layout.levels;
 }
 
-constexpr double kWidestRatio = 2.5;  // rounding errors of the nodes grow with it
+constexpr double kWidestRatio = 3.5;  // rounding errors of the nodes grow with it
 constexpr int kScanNodeChoices = (kMostNodes - kLeastNodes) / kNodeStep + 1;
 
 // The error of interpolation that a scan may have, relative to the largest value.
@@ -53,28 +52,26 @@ BOLTZATTN_HD double scan_precision(DType dtype) {
 
 // The error of one key on an outer panel.
 BOLTZATTN_HD double scan_error(int nodes, double ratio) {
-  const double x = (ratio + 1) / (ratio - 1), rho = x + ::sqrt(x * x - 1);
-  return 4 / (rho - 1) * ::pow(rho, -double(nodes));
+  const double root = ::sqrt(ratio);
+  return 3 * ::pow((root - 1) / (2 * (root + 1)), double(nodes));
 }
 // The largest ratio for which `keys` such errors add up to the precision at most.
 BOLTZATTN_HD double scan_ratio(DType dtype, int nodes, double keys) {
-  const double wanted = 4 * keys / scan_precision(dtype);
-  // wanted = (rho - 1) rho^nodes, from above
-  double rho = ::fmax(2.0, ::pow(wanted, 1.0 / nodes));
-  for (int i = 0; i < 2; ++i) rho = ::fmax(2.0, ::pow(wanted / (rho - 1), 1.0 / nodes));
-  const double x = (rho + 1 / rho) / 2;
-  return ::fmin(kWidestRatio, (x + 1) / (x - 1));
+  const double q = ::pow(scan_precision(dtype) / (3 * ::fmax(1.0, keys)), 1.0 / nodes);
+  if (q >= 0.25) return kWidestRatio;
+  const double root = (1 + 2 * q) / (1 - 2 * q);
+  return ::fmin(kWidestRatio, root * root);
 }
 
 // The largest kappa for which the central panel reaches the precision, by number of nodes; at most
-// 3.6, because rounding errors of the nodes grow like exp(2 kappa).
+// 3, because rounding errors of the nodes grow like exp(2 kappa).
 BOLTZATTN_HD double scan_kappa(DType dtype, int nodes) {
-  constexpr double kMost = 3.6;
+  constexpr double kMost = 3;
   constexpr double kappa[4][kScanNodeChoices] = {
-      {0.0100, 0.3109, 1.3690, 2.4670, kMost, kMost, kMost},
-      {0.8553, 2.0917, 3.5609, kMost, kMost, kMost, kMost},
-      {1.6639, 3.2217, kMost, kMost, kMost, kMost, kMost},
-      {1.3424, 2.8021, kMost, kMost, kMost, kMost, kMost}};
+      {0.0100, 0.3108, 1.3690, 2.4674, kMost, kMost, kMost},
+      {0.8545, 2.0915, kMost, kMost, kMost, kMost, kMost},
+      {1.6636, kMost, kMost, kMost, kMost, kMost, kMost},
+      {1.3418, 2.8016, kMost, kMost, kMost, kMost, kMost}};
   return kappa[int(dtype)][(nodes - kLeastNodes) / kNodeStep];
 }
 
@@ -88,37 +85,40 @@ BOLTZATTN_HD ScanLayout scan_layout_of(double t_most, int nodes, int levels, dou
   return layout;
 }
 
-// The layout with fewest features for queries |t| <= t_most and this many keys, which lie `extent`
-// apart at most.
+// The layout for queries |t| <= t_most and this many keys, which lie `extent` apart at most. A
+// token is added to all nodes and reads those of one panel, so their sum is smallest.
 BOLTZATTN_HD ScanLayout make_scan_layout(DType dtype, double t_most, double extent, int64_t keys) {
   ScanLayout best{};
   for (int nodes = kLeastNodes; nodes <= kMostNodes; nodes += kNodeStep) {
     const double ratio = scan_ratio(dtype, nodes, double(keys));
     const double reach = t_most * extent / 2 / scan_kappa(dtype, nodes);
     const double levels = reach > 1 ? ::ceil(::log(reach) / ::log(ratio)) : 0;
-    if (levels > kMostLevels || (best.nodes > 0 && nodes * (2 * levels + 1) >= best.features()))
+    if (levels > kMostLevels ||
+        (best.nodes > 0 && nodes * (2 * levels + 2) >= best.features() + best.nodes))
       continue;
     best.nodes = nodes;
     best.levels = int(levels);
-    best.ratio = ratio;
+    best.ratio = levels > 0 ? ::pow(reach, 1 / levels) : ratio;  // no wider than necessary
   }
   return scan_layout_of(t_most, best.nodes, best.levels, best.ratio);
 }
 
+// Node i of an outer panel, relative to the panel's outer end.
+BOLTZATTN_HD double outer_node(int nodes, double ratio, int i) {
+  return ::pow(ratio, 0.5 * (chebyshev_node(nodes, i) - 1));
+}
+
 // Node i of a panel: t_a.
 BOLTZATTN_HD double scan_node(const ScanLayout& layout, int panel, int i) {
-  const double x = chebyshev_node(layout.nodes, i);
-  if (panel == 0) return layout.edge[0] * x;
-  const double* edge = layout.edge + level_of(layout, panel);
-  const double t = 0.5 * (edge[0] + edge[-1]) + 0.5 * (edge[0] - edge[-1]) * x;
+  if (panel == 0) return layout.edge[0] * chebyshev_node(layout.nodes, i);
+  const double t = layout.edge[level_of(layout, panel)] * outer_node(layout.nodes, layout.ratio, i);
   return end_of(layout, panel) == End::kHigh ? t : -t;
 }
 
-// The place of t on its panel in [-1, 1]; on panels of t < 0 that of -t.
+// The place of t on its panel: in [-1, 1] on the central one, else |t| relative to the outer end.
 BOLTZATTN_HD double scan_place(const ScanLayout& layout, int panel, double t) {
   if (panel == 0) return layout.edge[0] > 0 ? t / layout.edge[0] : 0;
-  const double* edge = layout.edge + level_of(layout, panel);
-  return (2 * ::fabs(t) - (edge[0] + edge[-1])) / (edge[0] - edge[-1]);
+  return ::fabs(t) / layout.edge[level_of(layout, panel)];
 }
 
 }  // namespace boltzattn

@@ -1,6 +1,6 @@
 """Exact softmax attention for low-rank heads."""
 
-from boltzattn import distributed, nn
+from boltzattn import distributed, nn, smoothing
 from boltzattn._version import __version__
 from boltzattn.boltz_operator import boltz
 from boltzattn.compose.merge import merge
@@ -23,6 +23,7 @@ __all__ = [
     "merge",
     "nn",
     "self_attention",
+    "smoothing",
     "use_backend",
     "use_method",
 ]

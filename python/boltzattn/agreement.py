@@ -21,8 +21,9 @@ from boltzattn.problem import DTYPES
 
 EXCHANGES = ("moments", "gather")
 
-# Numbers that travel with the facts: 7 for each of 64 heads. More need a second message.
-ROOM = 7 * 64
+# Numbers that travel with the facts: 7 for each of 64 heads, and one for the call. More need a
+# second message.
+ROOM = 7 * 64 + 1
 LONGEST_ERROR = 2048  # bytes
 
 _NEUTRAL = math.inf  # of a minimum

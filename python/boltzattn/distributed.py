@@ -4,6 +4,7 @@ Every process holds some of the queries and some of the keys and values. At rank
 need to know of all keys is a few hundred sums a head (docs/transform.md), so processes exchange
 those instead of keys and values: an all-reduce of the extents, one of the sums over keys, and in
 backward one of the sums over queries. The volume does not depend on the length of the sequence.
+Causal calls gather tables of the same kind instead (`causal_shards`).
 
 Every process of the group must make the same calls, forward and backward. The first message tells
 whether they do (`agreement`).
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,19 +32,28 @@ from boltzattn.agreement import (
     reduce,
     shape_numbers,
 )
+from boltzattn.causal_shards import (
+    CausalAttention,
+    CausalExchange,
+    check_lengths,
+    wants_gradients,
+)
 from boltzattn.dispatch import backends
 from boltzattn.dispatch.backends import Request
 from boltzattn.dispatch.torch_modes import without_autocast
 from boltzattn.problem import OutputGradients, Problem, Saved, accumulate_dtype
 from boltzattn.transform.layout import Range
-from boltzattn.transform.stages import LEVEL, Extent, SharedRange, Stages
+from boltzattn.transform.scan_shards import ScanStages
+from boltzattn.transform.stages import LEVEL, Extent, SharedRange, Stages, step_of_keys
 from boltzattn.transform.tolerances import LARGEST_PRODUCT
 from boltzattn.validation import Call, validate
 
-# The layout weighs its cost by tokens, and widens with the logarithm of their number. Both are
-# fixed in steps, so that the volume of communication is the same for every length in use.
+# The layout weighs its cost by tokens. That is fixed, so that the volume of communication is the
+# same for every length in use.
 TOKENS_WEIGHED = 2**20
-MOST_KEYS = (2**24, 2**36, 2**48)
+
+# Rows that look at gathered keys through one mask: its memory stays linear in n.
+MASKED_ROWS = 1024
 
 _log = logging.getLogger("boltzattn")
 
@@ -56,6 +67,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
     exchange: str = "moments",
     backend: str = "auto",
     return_lse: bool = False,
@@ -69,6 +81,8 @@ def attention(
         group: the processes; default all of them.
         scale, enable_gqa, return_lse: as in `boltzattn.attention`.
         key_padding_mask: `[batch..., n_k]` of the local keys.
+        is_causal: the shards hold consecutive tokens in the order of the ranks, and a query sees
+            the keys up to its own token. Each shard has as many queries as keys.
         exchange: "moments" sends sums over keys, a volume independent of n, for rank 1. "gather"
             sends all keys and values to every process, for any rank.
         backend: for "moments", "cpu" (C++, CPU tensors) or "reference" (plain torch in fp64, on the
@@ -101,19 +115,17 @@ def attention(
             scale=scale,
             enable_gqa=enable_gqa,
             key_padding_mask=key_padding_mask,
+            is_causal=is_causal,
             exchange=exchange,
             backend=backend,
             return_lse=return_lse,
         )
-    shard = _Shard(query, key, value, scale, enable_gqa, key_padding_mask, exchange, backend, group)
+    options = scale, enable_gqa, key_padding_mask, is_causal
+    shard = _Shard(query, key, value, *options, exchange, backend, group)
     side, agreed = _begin(shard)
-    if side.stages is not None:
-        problem = side.call.problem
-        exchanged = _Exchange(_detached(problem), group, side.stages)
-        shared = exchanged.share(side.extents, agreed)
-        if shared is not None:
-            results = _Moments.apply(*problem.inputs, exchanged, shared)
-            call = side.call
+    if side.exchanges_sums:
+        call, results = side.call, _exchanged(side, agreed, group)
+        if results is not None:
             return (call.out(results), call.lse(results)) if return_lse else call.out(results)
         _log.info("distributed.attention: not served by moments; keys and values are gathered")
     return _gathered(shard, agreed.keys, return_lse)
@@ -128,6 +140,7 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
     key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
     exchange: str = "moments",
     backend: str = "auto",
 ) -> str:
@@ -150,9 +163,24 @@ def explain(
         sharded: Any = (query, key, value)
         group = sharded[0].device_mesh.get_group()
         query, key, value = (x.to_local() for x in sharded)
-    shard = _Shard(query, key, value, scale, enable_gqa, key_padding_mask, exchange, backend, group)
+    options = scale, enable_gqa, key_padding_mask, is_causal
+    shard = _Shard(query, key, value, *options, exchange, backend, group)
     side, agreed = _begin(shard)
     processes = _count(dist.get_world_size(group), "process", "processes")
+    if side.scan_stages is not None:
+        causal = CausalExchange(_detached(side.call.problem), group, side.scan_stages, agreed)
+        scan = causal.scan()
+        if scan is not None:
+            tables, query_sums = causal.sizes(scan)
+            heads = _count(len(scan.t_most), "head", "heads")
+            slopes = "tables and their slopes" if causal.with_slopes else "tables"
+            return (
+                f"exchange moments, causal, {processes}, {heads}, backend {side.backend}\n"
+                f"  forward: all-reduce of extents {agreed.sent} bytes, all-gather of {slopes} "
+                f"{8 * tables} bytes\n"
+                f"  backward: all-gather of sums over queries {8 * query_sums} bytes\n"
+                f"  the same for every number of tokens up to {causal.most_keys:,}"
+            )
     if side.stages is not None:
         problem = side.call.problem
         found = _shared_ranges(agreed, problem.scale, group)
@@ -163,7 +191,7 @@ def explain(
                 f"backend {side.backend}\n"
                 f"  forward: all-reduce of extents {agreed.sent} bytes, of moments {8 * moments} "
                 f"bytes\n  backward: all-reduce of sums over queries {8 * query_sums} bytes\n"
-                f"  the same for every number of tokens up to {_most_keys(found.keys):,}"
+                f"  the same for every number of tokens up to {step_of_keys(found.keys):,}"
             )
     rows = [x.numel() // max(1, x.shape[-2]) for x in (key, value)]  # numbers a token
     sent = [n * max(agreed.keys) * key.itemsize for n in rows]
@@ -207,6 +235,7 @@ class _Shard(NamedTuple):
     scale: float | None
     enable_gqa: bool
     key_padding_mask: Tensor | None
+    is_causal: bool
     exchange: str
     backend: str
     group: dist.ProcessGroup | None
@@ -214,12 +243,17 @@ class _Shard(NamedTuple):
 
 @dataclass
 class _Side:
-    """One process's side of a valid call; with `stages` if moments are exchanged."""
+    """One process's side of a valid call; with stages of one kind if sums are exchanged."""
 
     call: Call
     backend: str = ""
     stages: Stages | None = None
+    scan_stages: ScanStages | None = None  # of a causal call
     extents: Tensor | None = None  # of the local queries and keys
+
+    @property
+    def exchanges_sums(self) -> bool:
+        return self.stages is not None or self.scan_stages is not None
 
 
 def _begin(shard: _Shard) -> tuple[_Side, Agreement]:
@@ -241,16 +275,27 @@ def _begin(shard: _Shard) -> tuple[_Side, Agreement]:
                 scale=shard.scale,
                 enable_gqa=shard.enable_gqa,
                 key_padding_mask=shard.key_padding_mask,
+                is_causal=shard.is_causal,
                 backend=shard.backend,
             )
         )
         facts.update(_facts(shard, side.call))
         keys = shard.key.shape[-2]
+        if shard.is_causal:
+            check_lengths(side.call.problem)
         if shard.exchange == "moments":
-            side.backend, side.stages = _take_stages(side.call)
+            side.backend, stages = _take_stages(side.call)
             facts["backend in use"] = list(backends.BACKENDS).index(side.backend)
-            side.extents = side.stages.extents(_detached(side.call.problem))
+            # Extents are those of all tokens, whoever sees them.
+            problem = _detached(side.call.problem)._replace(is_causal=False)
+            side.extents = stages.extents(problem)
             numbers = _numbers(side.extents)
+            if shard.is_causal:
+                side.scan_stages = stages
+                wanted = -1.0 if wants_gradients(side.call.problem) else 0.0
+                numbers = torch.cat([numbers, numbers.new_tensor([wanted])])
+            else:
+                side.stages = stages
     except Exception as failure:
         error = failure
     return side, agree(facts, keys, numbers, error, shard.group)
@@ -284,9 +329,10 @@ def _facts(shard: _Shard, call: Call) -> dict[str, float]:
     }
 
 
-def _take_stages(call: Call) -> tuple[str, Stages]:
+def _take_stages(call: Call) -> tuple[str, Any]:
     """The backend that serves "moments", and its stages."""
     problem, choice = call.problem, call.choice
+    operation = "scan_stages" if problem.is_causal else "stages"
     if choice.method == "direct":
         raise ValueError(
             "method must be 'transform' for exchange='moments', got 'direct' by use_method; use "
@@ -298,14 +344,14 @@ def _take_stages(call: Call) -> tuple[str, Stages]:
             "exchange='gather' takes any rank, at a volume that grows with n"
         )
     try:
-        taken = backends.select(Request.of(problem), "stages", choice.backend).name
+        taken = backends.select(Request.of(problem), operation, choice.backend).name
     except ValueError as error:
-        able = [name for name, x in backends.BACKENDS.items() if "stages" in x.operations]
+        able = [name for name, x in backends.BACKENDS.items() if operation in x.operations]
         raise ValueError(
             f"backend must be one of {', '.join(map(repr, able))} for exchange='moments': "
             f"{error}; use backend='reference' or exchange='gather'"
         ) from None
-    return taken, backends.kernels(taken, "stages")
+    return taken, backends.kernels(taken, operation)
 
 
 def _detached(problem: Problem) -> Problem:
@@ -325,12 +371,20 @@ def _numbers(extents: Tensor) -> Tensor:
     return torch.stack(numbers, 1).flatten()
 
 
+def _exchanged(side: _Side, agreed: Agreement, group: dist.ProcessGroup | None) -> Any:
+    """The results by sums that processes exchange; None if a head is not served by them."""
+    problem = side.call.problem
+    if side.scan_stages is not None:
+        causal = CausalExchange(_detached(problem), group, side.scan_stages, agreed)
+        known = causal.share()
+        return None if known is None else CausalAttention.apply(*problem.inputs, causal, known)
+    assert side.stages is not None
+    exchange = _Exchange(_detached(problem), group, side.stages)
+    shared = exchange.share(side.extents, agreed)
+    return None if shared is None else _Moments.apply(*problem.inputs, exchange, shared)
+
+
 # ---- moments ----
-
-
-def _most_keys(n: float) -> float:
-    """The step of MOST_KEYS that n keys are in."""
-    return next((most for most in MOST_KEYS if n <= most), n) if n > 0 else 0
 
 
 @dataclass
@@ -350,7 +404,7 @@ def _shared_ranges(
         # An upper bound: exact counts would be another all-reduce, and only their logarithm
         # matters.
         n_k = -n_k * processes
-        most_keys, most_in_a_head = _most_keys(n_k), max(most_in_a_head, n_k)
+        most_keys, most_in_a_head = step_of_keys(n_k), max(most_in_a_head, n_k)
         level = 0
         if n_q < 0 and n_k > 0:
             span = Range(t_min, t_max, s_low, -s_high, int(most_keys))
@@ -444,16 +498,39 @@ def _gathered(shard: _Shard, counts: list[int], return_lse: bool) -> Tensor | tu
         bits = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
         mask = _Gather.apply(bits[..., None], counts, group)[..., 0].to(mask.dtype)
     attend: Any = functional.attention  # overloads know no bool
-    return attend(
-        shard.query,
-        _Gather.apply(key, counts, group),
-        _Gather.apply(value, counts, group),
-        scale=shard.scale,
-        enable_gqa=shard.enable_gqa,
-        key_padding_mask=mask,
-        backend=shard.backend,
-        return_lse=return_lse,
-    )
+    attend = partial(attend, scale=shard.scale, enable_gqa=shard.enable_gqa, backend=shard.backend)
+    keys, values = _Gather.apply(key, counts, group), _Gather.apply(value, counts, group)
+    if not shard.is_causal:
+        return attend(shard.query, keys, values, key_padding_mask=mask, return_lse=return_lse)
+    first = sum(counts[: dist.get_rank(group)])
+    out, lse = _attend_causally(attend, shard.query, keys, values, mask, first)
+    return (out, lse) if return_lse else out
+
+
+def _attend_causally(
+    attend: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first: int
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries `first`, `first` + 1, ... of a sequence with all its keys."""
+
+    def of_rows(rows: Tensor, end: int, **options: Any) -> tuple[Tensor, Tensor]:
+        hidden = None if mask is None else mask[..., :end]
+        keys, values = key[..., :end, :], value[..., :end, :]
+        return attend(rows, keys, values, key_padding_mask=hidden, return_lse=True, **options)
+
+    n, rank = query.shape[-2:]
+    if rank == 1 or first == 0:
+        # In linear time at rank 1: queries in front put the others in their places.
+        front = query.new_zeros(*query.shape[:-2], first, rank)
+        out, lse = of_rows(torch.cat([front, query], -2), first + n, is_causal=True)
+        return out[..., first:, :], lse[..., first:]
+    parts = []
+    for start in range(0, max(1, n), MASKED_ROWS):  # also without rows: backward communicates
+        rows = query[..., start : start + MASKED_ROWS, :]
+        count, before = rows.shape[-2], first + start
+        seen = rows.new_ones(count, before + count, dtype=torch.bool).tril(before)
+        parts.append(of_rows(rows, before + count, attn_mask=seen))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, -2), torch.cat(lses, -1)
 
 
 class _Gather(torch.autograd.Function):

@@ -25,6 +25,9 @@ def explain(
     enable_gqa: bool = False,
     *,
     key_padding_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    score: str = "dot",
+    alibi_slopes: Tensor | None = None,
     method: str = "auto",
     backend: str = "auto",
     cu_seqlens_q: Tensor | None = None,
@@ -50,6 +53,9 @@ def explain(
         "attn_mask": attn_mask is not None,
         "dropout_p": dropout_p > 0.0,
         "key_padding_mask": key_padding_mask is not None,
+        "key_bias": key_bias is not None,
+        "score": score != "dot",
+        "alibi_slopes": alibi_slopes is not None,
         "is_causal": is_causal,
         "method": method != "auto",
         "backend": backend != "auto",
@@ -57,7 +63,7 @@ def explain(
         "cu_seqlens_k": cu_seqlens_k is not None,
     }
     if group is not None:
-        _refuse(given, "distributed.attention", {"key_padding_mask", "backend"})
+        _refuse(given, "distributed.attention", {"key_padding_mask", "is_causal", "backend"})
         return distributed.explain(
             query,
             key,
@@ -66,11 +72,13 @@ def explain(
             scale=scale,
             enable_gqa=enable_gqa,
             key_padding_mask=key_padding_mask,
+            is_causal=is_causal,
             exchange="moments" if query.shape[-1] == 1 else "gather",
             backend=backend,
         )
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         accepted = {"is_causal", "method", "backend", "cu_seqlens_q", "cu_seqlens_k"}
+        accepted |= {"key_bias", "score", "alibi_slopes"}
         _refuse(given, "attention_varlen", accepted)
         packed = validate_varlen(
             query,
@@ -81,6 +89,9 @@ def explain(
             is_causal=is_causal,
             scale=scale,
             enable_gqa=enable_gqa,
+            key_bias=key_bias,
+            score=score,
+            alibi_slopes=alibi_slopes,
             method=method,
             backend=backend,
         )
@@ -96,6 +107,9 @@ def explain(
         scale,
         enable_gqa,
         key_padding_mask,
+        key_bias,
+        score,
+        alibi_slopes,
         method,
         backend,
     )

@@ -24,6 +24,7 @@ from boltzattn.problem import Choice, Keep, SelfAttentionProblem, Starts, defaul
 from boltzattn.validation import (
     check_layer,
     check_scale,
+    check_score,
     expand_key_padding_mask,
     validate,
     validate_varlen,
@@ -42,6 +43,9 @@ def attention(
     enable_gqa: bool = ...,
     *,
     key_padding_mask: Tensor | None = ...,
+    key_bias: Tensor | None = ...,
+    score: str = ...,
+    alibi_slopes: Tensor | None = ...,
     method: str = ...,
     backend: str = ...,
     return_lse: Literal[False] = ...,
@@ -58,6 +62,9 @@ def attention(
     enable_gqa: bool = ...,
     *,
     key_padding_mask: Tensor | None = ...,
+    key_bias: Tensor | None = ...,
+    score: str = ...,
+    alibi_slopes: Tensor | None = ...,
     method: str = ...,
     backend: str = ...,
     return_lse: Literal[True],
@@ -73,6 +80,9 @@ def attention(
     enable_gqa: bool = False,
     *,
     key_padding_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    score: str = "dot",
+    alibi_slopes: Tensor | None = None,
     method: str = "auto",
     backend: str = "auto",
     return_lse: bool = False,
@@ -92,10 +102,17 @@ def attention(
             as in SDPA. The seed is drawn from torch's generator.
         is_causal: query i sees keys 0..i (aligned at the top left when n_q != n_k, as in SDPA).
             Not together with `attn_mask`.
-        scale: default `1 / sqrt(rank)`.
+        scale: default `1 / sqrt(rank)`; with `score="gaussian"` it is 1.
         enable_gqa: let each key/value head serve a group of H / H_key query heads.
         key_padding_mask: `[batch..., n_k]` without a head axis; bool (True = key is ignored, as
             in `nn.MultiheadAttention`) or floating (added to the logits of that key).
+        key_bias: broadcastable to `[..., H, n_k]`, floating; added to all logits of a key. -inf
+            hides the key. Differentiable, as is a floating `key_padding_mask`.
+        score: "dot", or "gaussian" for logits `-scale / 2 * |q_i - k_j|^2`: every query looks up
+            the keys near it, with bandwidth `1 / sqrt(scale)`. To learn a bandwidth, divide query
+            and key by it.
+        alibi_slopes: `[H]`, or `[batch, H]` with leading dimensions; `-slope * |i - j|` is added to
+            the logits of query i and key j, as in flash-attn for n_q = n_k. Differentiable.
         method: "auto" or one of `boltzattn.METHODS`.
         backend: "auto" or one of `boltzattn.BACKENDS`.
         return_lse: also return the log-sum-exp of the logits, `[..., H, n_q]`, fp32 (fp64 for
@@ -121,6 +138,9 @@ def attention(
         scale,
         enable_gqa,
         key_padding_mask,
+        key_bias,
+        score,
+        alibi_slopes,
         method,
         backend,
     )
@@ -138,6 +158,9 @@ def attention_varlen(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    key_bias: Tensor | None = None,
+    score: str = "dot",
+    alibi_slopes: Tensor | None = None,
     method: str = "auto",
     backend: str = "auto",
     return_lse: bool = False,
@@ -155,7 +178,9 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: int32 or int64 `[sequences + 1]`, rising from 0 to the total.
         is_causal: aligned at the top left of every sequence (flash-attn aligns at the bottom right;
             the two agree where the lengths are equal).
-        scale, enable_gqa, method, backend, return_lse: as in `attention`.
+        key_bias: floating, broadcastable to `[H, total_k]`.
+        alibi_slopes: `[H]`; distances are counted within every sequence.
+        scale, enable_gqa, score, method, backend, return_lse: as in `attention`.
 
     Returns:
         `[total_q, H, dv]`, and with `return_lse` also `[H, total_q]`.
@@ -175,6 +200,9 @@ def attention_varlen(
         is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
+        key_bias=key_bias,
+        score=score,
+        alibi_slopes=alibi_slopes,
         method=method,
         backend=backend,
     )
@@ -200,6 +228,9 @@ def self_attention(
     is_causal: bool = False,
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    score: str = "dot",
+    alibi_slopes: Tensor | None = None,
     method: str = "auto",
     backend: str = "auto",
 ) -> Tensor:
@@ -211,8 +242,9 @@ def self_attention(
         w_v: `[num_heads * dv, d]`.
         w_o: `[d_out, num_heads * dv]`, or None to return the heads side by side.
         b_q, b_k, b_v, b_o: biases of the projections.
-        attn_mask, dropout_p, is_causal, scale, key_padding_mask, method, backend: as in
-            `attention`, with `[..., num_heads, n, n]` for the mask.
+        attn_mask, dropout_p, is_causal, scale, key_padding_mask, key_bias, score, alibi_slopes,
+            method, backend: as in `attention`, with `[..., num_heads, n, n]` for the mask and
+            `[..., num_heads, n]` for the bias.
 
     Returns:
         `[..., n, d_out]`, or `[..., n, num_heads * dv]` without `w_o`.
@@ -226,6 +258,7 @@ def self_attention(
         torch.Size([2, 100, 32])
     """
     check_scale(scale)
+    check_score(score)
     check_layer(
         x,
         {"w_q": w_q, "w_k": w_k, "w_v": w_v},
@@ -246,6 +279,9 @@ def self_attention(
         is_causal=is_causal,
         scale=scale,
         key_padding_mask=key_padding_mask,
+        key_bias=key_bias,
+        score=score,
+        alibi_slopes=alibi_slopes,
     )
 
 
@@ -271,11 +307,16 @@ def attend_layer(
     is_causal: bool,
     scale: float | None,
     key_padding_mask: Tensor | None,
+    key_bias: Tensor | None = None,
+    score: str = "dot",
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """`self_attention` with weights that fit each other and x."""
-    scale = default_scale(weights.w_q.shape[0] // num_heads) if scale is None else float(scale)
-    numbers = num_heads, scale, bool(is_causal)
-    if attn_mask is not None or dropout_p != 0.0 or _must_compose((x, *weights), key_padding_mask):
+    if scale is None:
+        scale = default_scale(weights.w_q.shape[0] // num_heads, score)
+    numbers = num_heads, float(scale), bool(is_causal)
+    plain = attn_mask is None and key_bias is None and alibi_slopes is None and score == "dot"
+    if not plain or dropout_p != 0.0 or _must_compose((x, *weights), key_padding_mask):
         return compose(
             SelfAttentionProblem(x, *weights, None, *numbers),
             lambda p: attention(
@@ -287,6 +328,9 @@ def attend_layer(
                 is_causal,
                 scale,
                 key_padding_mask=key_padding_mask,
+                key_bias=key_bias,
+                score=score,
+                alibi_slopes=alibi_slopes,
                 method=choice.method,
                 backend=choice.backend,
             ),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
+SCORES = ("dot", "gaussian")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -28,15 +29,34 @@ class Problem(NamedTuple):
     value: Tensor  # [*L, n_k, dv]
     attn_mask: Tensor | None  # [*L, n_q, n_k]; bool (True = may attend) or added to the logits
     key_mask: Tensor | None  # [*L, n_k]; bool (True = ignored) or added to the logits
+    slopes: Tensor | None  # [*L] fp64; -slope |i - j| is added to the logits
     seed: Tensor | None  # [*L] int64, one dropout seed per head
     scale: float
     dropout_p: float
     is_causal: bool
+    is_gaussian: bool  # logits are -scale / 2 |q - k|^2, not scale q . k
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What is differentiated: query, key and value."""
         return self.query, self.key, self.value
+
+    @property
+    def key_bias(self) -> Tensor | None:
+        """The mask of the keys if it is added to the logits, and so may have a gradient."""
+        mask = self.key_mask
+        return None if mask is None or mask.dtype == torch.bool else mask
+
+    def new_gradients(self, new: str = "new_empty") -> Gradients:
+        """Room for all gradients; `new` is "new_empty" or "new_zeros"."""
+        make = getattr(self.query, new)
+        sums, bias, slopes = accumulate_dtype(self.query.dtype), self.key_bias, self.slopes
+        return Gradients(
+            make(self.query.shape),
+            make(self.key.shape),
+            make(self.value.shape),
+            make(0 if bias is None else bias.shape, dtype=sums),
+            make(0 if slopes is None else slopes.shape, dtype=torch.float64),
+        )
 
     def head(self, index: tuple[int, ...]) -> Problem:
         """The problem of one head, without leading dimensions."""
@@ -93,11 +113,26 @@ class OutputGradients(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients that backward returns."""
+    """The gradients that backward returns.
+
+    `key_mask` and `slopes` have no elements where the problem has no floating mask or no slopes.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
+    key_mask: Tensor  # [*L, n_k] in the precision of sums
+    slopes: Tensor  # [*L] fp64
+
+
+class Directions(NamedTuple):
+    """A move of everything that may be differentiated; None: it stays."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_mask: Tensor | None
+    slopes: Tensor | None
 
 
 class LayerProblem(NamedTuple):
@@ -244,7 +279,7 @@ class Choice(NamedTuple):
 TENSOR_FIELDS: dict[Any, int] = {
     kind: sum(hint in (Tensor, Tensor | None) for hint in get_type_hints(kind).values())
     for kind in (
-        *(Problem, Saved, OutputGradients, Gradients, Starts, Choice),
+        *(Problem, Saved, OutputGradients, Gradients, Directions, Starts, Choice),
         *(SelfAttentionProblem, SelfAttentionSaved, SelfAttentionOutputGradient),
     )
 }
@@ -273,8 +308,8 @@ def unflatten(fields: Sequence[Any], *kinds: Any) -> list[Any]:
     return [kind._make(islice(rest, len(kind._fields))) for kind in kinds]
 
 
-def default_scale(rank: int) -> float:
-    return rank**-0.5
+def default_scale(rank: int, score: str = "dot") -> float:
+    return rank**-0.5 if score == "dot" else 1.0
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from boltzattn.dispatch.preference import preferred
 from boltzattn.dispatch.torch_modes import autocast_dtype
-from boltzattn.problem import DTYPES, Choice, Problem, Saved, accumulate_dtype, default_scale
+from boltzattn.problem import (
+    DTYPES,
+    SCORES,
+    Choice,
+    Problem,
+    Saved,
+    accumulate_dtype,
+    default_scale,
+)
 
 
 def shape_of(x: Tensor) -> str:
@@ -53,17 +61,21 @@ def validate(
     scale: float | None = None,
     enable_gqa: bool = False,
     key_padding_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    score: str = "dot",
+    alibi_slopes: Tensor | None = None,
     method: str = "auto",
     backend: str = "auto",
 ) -> Call:
     """Check the arguments of a call and make a problem of them."""
     check_tensors(query, key, value)
+    check_score(score)
     choice = preferred(method, backend)
     check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
     check_scale(scale)
-    scale = default_scale(query.shape[-1]) if scale is None else scale
+    scale = default_scale(query.shape[-1], score) if scale is None else scale
     if is_causal and attn_mask is not None:
         raise ValueError(
             "attn_mask must be None when is_causal is set (as in SDPA); "
@@ -89,19 +101,26 @@ def validate(
         attn_mask = _expand_attn_mask(attn_mask, query, (*out_lead, n_q, n_k))
         if enable_gqa:
             attn_mask = attn_mask.unflatten(-3, (-1, groups))
-    key_mask = None
+    key_mask = slopes = None
     if key_padding_mask is not None:
         key_mask = expand_key_padding_mask(key_padding_mask, query, (*out_lead, n_k))
+    if key_bias is not None:
+        key_mask = _add_key_bias(_expand_key_bias(key_bias, query, (*out_lead, n_k)), key_mask)
+    if key_mask is not None and enable_gqa:
+        key_mask = key_mask.unflatten(-2, (-1, groups))
+    if alibi_slopes is not None:
+        slopes = _expand_slopes(alibi_slopes, query, out_lead)
         if enable_gqa:
-            key_mask = key_mask.unflatten(-2, (-1, groups))
+            slopes = slopes.unflatten(-1, (-1, groups))
     seed = None
     if dropout_p > 0.0:
         # One draw per call; an odd multiple of the head's index tells the heads apart.
         draw = torch.randint(2**63 - 1, (), dtype=torch.int64, device=query.device)
         index = torch.arange(math.prod(lead), device=query.device).view(lead)
         seed = draw + index * 0x1E3779B97F4A7C15
-    numbers = float(scale), float(dropout_p), bool(is_causal)
-    return Call(Problem(query, key, value, attn_mask, key_mask, seed, *numbers), choice, out_lead)
+    numbers = float(scale), float(dropout_p), bool(is_causal), score == "gaussian"
+    problem = Problem(query, key, value, attn_mask, key_mask, slopes, seed, *numbers)
+    return Call(problem, choice, out_lead)
 
 
 def validate_varlen(
@@ -148,6 +167,21 @@ def check_scale(scale: float | None) -> None:
             raise ValueError(f"scale must be a finite number, got {scale}")
 
 
+def check_floating(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {kind_of(x)}")
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}; "
+            f"convert it with {name}.to(torch.float32)"
+        )
+
+
+def check_score(score: str) -> None:
+    if score not in SCORES:
+        raise ValueError(f"score must be 'dot' or 'gaussian', got {score!r}")
+
+
 def check_number(name: str, x: object) -> None:
     if not isinstance(x, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} must be a number, got {kind_of(x)}")
@@ -164,13 +198,7 @@ def check_layer(
         raise ValueError(f"num_heads must be an integer of at least 1, got {num_heads!r}")
     given = {name: t for name, t in optional.items() if t is not None}
     for name, t in {"x": x, **projections, **given}.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {kind_of(t)}")
-        if t.dtype not in DTYPES:
-            raise TypeError(
-                f"{name} must be float64, float32, bfloat16 or float16, got {t.dtype}; "
-                f"convert it with {name}.to(torch.float32)"
-            )
+        check_floating(name, t)
         if t.device != x.device:
             raise ValueError(
                 f"{name} must be on the device of x, {x.device}, got {t.device}; "
@@ -217,13 +245,7 @@ def check_layer(
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {kind_of(x)}")
-        if x.dtype not in DTYPES:
-            raise TypeError(
-                f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}; "
-                f"convert it with {name}.to(torch.float32)"
-            )
+        check_floating(name, x)
         if x.ndim < 2:
             raise ValueError(
                 f"{name} must have at least 2 dimensions [..., n, width], got shape {shape_of(x)}"
@@ -322,6 +344,40 @@ def _expand_attn_mask(mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Te
         raise ValueError(
             f"attn_mask must broadcast to [..., heads, n_q, n_k] = {list(shape)}, "
             f"got {shape_of(mask)}"
+        ) from None
+
+
+def _expand_key_bias(bias: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
+    _check_mask("key_bias", bias, query)
+    if bias.dtype == torch.bool:
+        raise TypeError("key_bias must be floating point, got torch.bool; pass key_padding_mask")
+    try:
+        return bias.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"key_bias must broadcast to [..., heads, n_k] = {list(shape)}, got {shape_of(bias)}; "
+            "for one bias per batch and key insert a head axis with key_bias.unsqueeze(-2)"
+        ) from None
+
+
+def _add_key_bias(bias: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Both as one mask that is added; what either hides is hidden."""
+    if key_mask is None:
+        return bias
+    if key_mask.dtype == torch.bool:
+        return bias.masked_fill(key_mask, -math.inf)
+    return (bias + key_mask).masked_fill((key_mask == -math.inf) | (bias == -math.inf), -math.inf)
+
+
+def _expand_slopes(slopes: Tensor, query: Tensor, lead: tuple[int, ...]) -> Tensor:
+    _check_mask("alibi_slopes", slopes, query)
+    if slopes.dtype == torch.bool:
+        raise TypeError("alibi_slopes must be floating point, got torch.bool")
+    try:
+        return slopes.double().expand(lead)
+    except RuntimeError:
+        raise ValueError(
+            f"alibi_slopes must broadcast to [..., heads] = {list(lead)}, got {shape_of(slopes)}"
         ) from None
 
 

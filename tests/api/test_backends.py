@@ -172,8 +172,8 @@ def test_explain_knows_of_gradients_of_masks() -> None:
     query, key, value = _tensors()
     mask = torch.zeros(8, 8, requires_grad=True)
     assert boltzattn.explain(query, key, value, mask).startswith("method direct, backend reference")
-    with pytest.raises(ValueError, match="computes no gradient for a mask"):
-        boltzattn.attention(query, key, value, key_padding_mask=mask[0], method="transform")
+    with pytest.raises(ValueError, match="computes no gradient for attn_mask"):
+        boltzattn.attention(query, key, value, mask, method="transform")
 
 
 def test_explain_runs_nothing() -> None:

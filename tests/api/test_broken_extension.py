@@ -115,7 +115,7 @@ def newer_sources(package: Path) -> None:
     """A field of `Problem` that the library does not know."""
     file = package / "problem.py"
     text = file.read_text()
-    field = "    is_causal: bool\n"
+    field = "    is_gaussian: bool  # logits are -scale / 2 |q - k|^2, not scale q . k\n"
     assert text.index("class Problem") < text.index(field)  # the first one is its
     file.write_text(text.replace(field, f"{field}    new: float = 0\n", 1))
 

@@ -187,8 +187,8 @@ def modules(rank: int, world: int) -> dict[str, Tensor]:
         for name, p in layer.named_parameters():
             grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
             found[f"{name} {wrapper} {qk_rank}"] = grad
-        with pytest.raises(ValueError, match="is_causal must not be used together"):
-            layer(x, x, x, is_causal=True)
+        with pytest.raises(ValueError, match="attn_mask must not be used together"):
+            layer(x, x, x, attn_mask=torch.zeros(x.shape[1], x.shape[1]))
     return found
 
 
@@ -221,7 +221,7 @@ def errors(rank: int, world: int) -> list[str]:
         lambda: distributed.attention(x.expand(2, 10, 3), x.expand(2, 10, 3), x),
         lambda: distributed.attention(x, x, x, exchange="smoke"),
         lambda: distributed.attention(x, x, x, backend="triton"),
-        lambda: boltzattn.explain(x, x, x, is_causal=True, group=dist.group.WORLD),
+        lambda: boltzattn.explain(x, x, x, dropout_p=0.5, group=dist.group.WORLD),
         lambda: boltzattn.nn.LowRankAttention(
             8, 2, rank=2, process_group=dist.group.WORLD, batch_first=True
         )(*[torch.randn(1, 5, 8)] * 3),
@@ -461,11 +461,11 @@ def test_module_under_ddp_and_fsdp(results: list[dict[str, Any]]) -> None:
 
 def test_wrong_calls_are_refused_by_all(results: list[dict[str, Any]]) -> None:
     for process in results:
-        rank, exchange, backend, causal, module = process["errors"]
+        rank, exchange, backend, dropout, module = process["errors"]
         assert "exchange='gather' takes any rank" in rank
         assert "exchange must be 'moments' or 'gather', got 'smoke'" in exchange
         assert "backend must be one of 'cpu', 'reference' for exchange='moments'" in backend
-        assert "is_causal must not be given here: distributed.attention" in causal
+        assert "dropout_p must not be given here: distributed.attention" in dropout
         assert module == rank.replace("rank 3", "rank 2")
 
 
@@ -520,15 +520,17 @@ def test_sharded_tensors(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.full
-def test_torchrun_example(tmp_path: Path) -> None:
-    """Two processes learn the largest of all tokens, which only one of them has."""
+@pytest.mark.parametrize("options", [[], ["--causal"]], ids=["", "causal"])
+def test_torchrun_example(tmp_path: Path, options: list[str]) -> None:
+    """Two processes learn the largest of all tokens, or of those so far."""
     example = Path(__file__).parents[2] / "examples" / "context_parallel.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", str(example), "--tokens", "4000", "--steps", "31"]
+    command += ["--standalone", str(example), "--tokens", "4000", "--steps", "31", *options]
     said = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=True
     ).stdout
-    assert said.startswith("exchange moments, 2 processes")
+    assert said.startswith("exchange moments")
+    assert "2 processes" in said.splitlines()[0]
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", said)]
     assert len(losses) == 7
     assert losses[-1] < 0.3 * losses[0]

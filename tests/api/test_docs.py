@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib
+import io
 import pkgutil
 import re
 from pathlib import Path
@@ -59,6 +61,20 @@ def test_ten_lines_of_the_readme_run() -> None:
     exec(code.replace("100_000", "5_000"), names)  # the same lines in less time and memory
     assert names["out"].shape == (8, 5_000, 64)
     assert names["y"].shape == (1000, 2, 512)
+
+
+@pytest.mark.parametrize("name", ["lookup", "smoothing"])
+def test_code_of_a_page_prints_what_it_says(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    blocks = re.findall(r"^```(python|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert blocks
+    printed, names = io.StringIO(), {}
+    torch.manual_seed(0)
+    with contextlib.redirect_stdout(printed):
+        for kind, code in blocks:
+            if kind == "python":
+                exec(code, names)
+    assert printed.getvalue() == "".join(said for kind, said in blocks if kind == "text")
 
 
 def test_measurements_of_the_readme_are_those_of_the_tables() -> None:

@@ -221,7 +221,8 @@ def _operands(kind: str, server: Server) -> tuple[Any, ...]:
     if kind == "masks":
         attn_mask = torch.randn(5, 6).expand(2, 3, 5, 6)
         key_mask = (torch.rand(6) < 0.3).expand(2, 3, 6)
-    return (*tensors, attn_mask, key_mask, None, 0.7, 0.0, False, server.method, server.backend)
+    numbers = 0.7, 0.0, False, False
+    return (*tensors, attn_mask, key_mask, None, None, *numbers, server.method, server.backend)
 
 
 KINDS = ("contiguous", "permuted", "expanded", "empty", "requires_grad", "masks")

@@ -16,7 +16,7 @@ n = 150_000
 query, key, value = (torch.randn(n, width) for width in (1, 1, 16))
 boltzattn.attention(query[:8], key[:8], value[:8])
 grad, lse = torch.ones(n, 16), torch.zeros(n, dtype=torch.float64)
-problem = query, key, value, None, None, None, 1.0, 0.0, False
+problem = query, key, value, None, None, None, None, 1.0, 0.0, False, False
 ops = torch.ops.boltzattn
 sent = []
 

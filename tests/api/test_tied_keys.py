@@ -12,7 +12,7 @@ import torch
 from check import assert_attention
 from errors import assert_accurate
 from oracle import dense, eagers, largest, magnitudes, oracle
-from servers import Server, facts, servers
+from servers import Server, facts, instruction_set, instruction_sets, servers
 from torch import Tensor
 
 N = 600  # enough for two leaves of every composition
@@ -35,6 +35,20 @@ def _inputs(kind: str, dtype: torch.dtype, size: float, n: int) -> list[Tensor]:
         key[:, ::3] -= min(size / 4, 1e7)
     value, grad_out = torch.randn(2, 1, n, 2, dtype=torch.float64).to(dtype)
     return [query, key, value, grad_out]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", instruction_sets())
+def test_keys_that_differ_by_the_order_of_two_numbers(name: str, dtype: torch.dtype) -> None:
+    """q a + q b and q b + q a are one number if no product is fused with the addition."""
+    a, b = torch.randn(2, 1, 100, 1, dtype=dtype)
+    query = torch.randn(1, 200, 1, dtype=dtype).expand(1, 200, 2) * 1e5
+    value = torch.eye(2, dtype=dtype)[None]
+    with instruction_set(name):
+        for one, other in zip(a[0], b[0], strict=True):
+            key = torch.stack([torch.cat([one, other]), torch.cat([other, one])])[None]
+            out = boltzattn.attention(query, key, value, method="direct", backend="cpu")
+            assert torch.equal(out, torch.full_like(out, 0.5))
 
 
 CASES = [

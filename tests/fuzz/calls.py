@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import boltzattn
 import torch
@@ -14,7 +15,7 @@ from servers import instruction_set, instruction_sets
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fuzz.cases import DTYPES, Case, Inputs
+from fuzz.cases import DTYPES, Case, Inputs, scale_of
 
 Outputs = tuple[Tensor, ...]  # (out,) or (out, lse)
 Function = Callable[..., Outputs]  # of the tensors of a case, in order
@@ -65,21 +66,28 @@ def _ours(case: Case, inputs: Inputs) -> Function:
     ask = {"method": case.method, "backend": case.backend, "scale": case.scale}
     masks = {"attn_mask": inputs.attn_mask, "key_padding_mask": inputs.key_padding_mask}
 
-    def attention(*tensors: Tensor) -> Outputs:
+    def scores(biases: tuple[Tensor, ...]) -> dict[str, Any]:
+        return {"score": case.score, **dict(zip(list(inputs.tensors)[3:], biases, strict=True))}
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor) -> Outputs:
         return boltzattn.attention(
-            *tensors,
+            query,
+            key,
+            value,
             **masks,
+            **scores(biases),
             is_causal=case.causal,
             enable_gqa=case.gqa,
             return_lse=True,
             **ask,
         )
 
-    def varlen(*tensors: Tensor) -> Outputs:
+    def varlen(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor) -> Outputs:
         starts = (torch.tensor(x) for x in (inputs.starts_q, inputs.starts_k))
         out, lse = boltzattn.attention_varlen(
-            *(x.transpose(0, 1) for x in tensors),
+            *(x.transpose(0, 1) for x in (query, key, value)),
             *starts,
+            **scores(biases),
             is_causal=case.causal,
             enable_gqa=case.gqa,
             return_lse=True,
@@ -145,8 +153,20 @@ def ours(case: Case, inputs: Inputs) -> dict[str, Tensor]:
 # ---- the yardstick ----
 
 
+def _added(case: Case, biases: tuple[Tensor, ...], n_q: int, n_k: int) -> Tensor | None:
+    """What a key bias and slopes add to the logits, in the dtype of the case."""
+    rest, added = list(biases), None
+    if case.key_bias:
+        added = rest.pop(0)[..., None, :].expand(*case.lead, n_q, n_k)
+    if case.alibi:
+        distance = (torch.arange(n_k) - torch.arange(n_q)[:, None]).abs()
+        slopes = -rest.pop(0)[..., None, None] * distance
+        added = slopes if added is None else added + slopes
+    return added
+
+
 def _eager(case: Case, inputs: Inputs, order: int) -> Function:
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Outputs:
+    def attention(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor) -> Outputs:
         if case.key_heads:
             repeats = case.heads // case.key_heads
             key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
@@ -154,19 +174,22 @@ def _eager(case: Case, inputs: Inputs, order: int) -> Function:
             query,
             key,
             value,
-            scale=case.scale,
+            scale=scale_of(case),
+            gaussian=case.score == "gaussian",
+            added=_added(case, biases, query.shape[-2], key.shape[-2]),
             order=order,
             attn_mask=inputs.attn_mask,
             key_padding_mask=inputs.key_padding_mask,
             is_causal=case.causal,
         )
 
-    def varlen(query: Tensor, key: Tensor, value: Tensor) -> Outputs:
+    def varlen(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor) -> Outputs:
         outs, lses = [], []
         rows, columns = (itertools.pairwise(x) for x in (inputs.starts_q, inputs.starts_k))
         for (first_q, last_q), (first_k, last_k) in zip(rows, columns, strict=True):
             keys = slice(first_k, last_k)
-            out, lse = attention(query[:, first_q:last_q], key[:, keys], value[:, keys])
+            cut = (x[..., keys] if x.ndim == 2 else x for x in biases)
+            out, lse = attention(query[:, first_q:last_q], key[:, keys], value[:, keys], *cut)
             outs.append(out)
             lses.append(lse)
         return torch.cat(outs, 1), torch.cat(lses, 1)

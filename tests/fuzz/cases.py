@@ -36,6 +36,7 @@ FAMILIES = (
     "huge",
 )
 LARGEST_LOGIT = 1e10
+LARGEST_GAUSSIAN = 1e3
 # Every sixth seed is for the reference backend, which is slower.
 REFERENCE_EVERY = 6
 
@@ -65,6 +66,9 @@ class Case:
     scale: float | None = None
     causal: bool = False
     mask: str = ""  # or padding, padding_bias, bool, bias
+    score: str = "dot"  # or gaussian, at temperatures up to LARGEST_GAUSSIAN
+    key_bias: float = 0.0  # its size; 0: none
+    alibi: float = 0.0  # the largest slope; 0: none
     grad_lse: bool = False
     strides: str = "plain"  # or heads_last, sliced, every_second
     pieces: int = 1  # sequences of a packed call, appends of a stream, parts of a merge
@@ -99,6 +103,12 @@ class Inputs:
     key_padding_mask: Tensor | None = None
     starts_q: list[int] = field(default_factory=list)
     starts_k: list[int] = field(default_factory=list)
+
+
+def scale_of(case: Case) -> float:
+    if case.scale is not None:
+        return case.scale
+    return 1.0 if case.score == "gaussian" else case.rank**-0.5
 
 
 def _size(rng: np.random.Generator) -> int:
@@ -167,7 +177,9 @@ def draw(seed: int) -> Case:
         derivative = "vjp"
     temperature = 10.0 ** (rng.uniform(-1, 3) if rng.random() < 0.5 else rng.uniform(-6, 7))
     family = pick(*FAMILIES)
-    if kind == "layer" and family in ("denormal", "huge"):
+    scored = _score_of(seed, kind, method, derivative, causal)
+    squared = scored.get("score") == "gaussian"
+    if (kind == "layer" or squared) and family in ("denormal", "huge"):
         family = "gaussian"
     return Case(
         seed=seed,
@@ -191,6 +203,7 @@ def draw(seed: int) -> Case:
         scale=pick(None, 1.0, 0.37, -2.0, 1e-3, 0.0, p=[0.5, 0.2, 0.1, 0.1, 0.08, 0.02]),
         causal=causal,
         mask=mask,
+        **scored,
         grad_lse=kind != "layer" and rng.random() < 0.4,
         strides=pick("plain", "heads_last", "sliced", "every_second", p=[0.55, 0.15, 0.15, 0.15]),
         pieces=pick(1, 2, 3, 5) if kind in ("varlen", "stream") else 2 if kind == "merge" else 1,
@@ -201,6 +214,23 @@ def draw(seed: int) -> Case:
         and derivative in ("forward", "vjp")
         and rng.random() < 0.0007,
     )
+
+
+def _score_of(seed: int, kind: str, method: str, derivative: str, causal: bool) -> dict[str, Any]:
+    """What is not a plain dot product, of half the calls that take it."""
+    rng = np.random.default_rng((seed, 3))
+    plain = kind not in ("attention", "varlen") or method == "auto"
+    if plain or derivative not in ("forward", "vjp") or rng.random() < 0.5:
+        return {}
+    sizes = [0.0, 0.0, 0.01, 1.0, 30.0]
+    found = {
+        "score": str(rng.choice(["dot", "gaussian"])),
+        "key_bias": float(rng.choice(sizes)),
+        "alibi": float(rng.choice(sizes)),
+    }
+    if method == "direct":
+        return found
+    return {} if causal else {**found, "alibi": 0.0}
 
 
 # ---- numbers ----
@@ -287,6 +317,20 @@ def _query_size(case: Case, keys: np.ndarray, scale: float) -> float:
     return 2.0 ** round(math.log2(size)) if case.queries == "whole" else size
 
 
+def _gaussian(
+    rng: np.random.Generator, case: Case, keys: np.ndarray, query: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and queries whose logits are about the temperature: queries are near some keys."""
+    if keys.size == 0:
+        return keys, query
+    extent = float((keys.max(-2) - keys.min(-2)).max()) or float(np.abs(keys).max()) or 1.0
+    wanted = min(case.temperature, LARGEST_GAUSSIAN) / (abs(scale_of(case)) or 1.0) / case.rank
+    factor = 2.0 ** round(math.log2(math.sqrt(wanted) / extent))
+    some = keys.reshape(-1, case.rank)[rng.integers(0, keys.size // case.rank, query.shape[:-1])]
+    near = query * (0.3 * extent / (float(np.abs(query).max(initial=0.0)) or 1.0))
+    return keys * factor, (some + near) * factor
+
+
 def _rounded(x: np.ndarray, digits: int) -> np.ndarray:
     if not digits or x.size == 0:
         return x
@@ -331,12 +375,23 @@ def build(case: Case) -> Inputs:
         most = float(torch.finfo(dtype).max) / 64
         keys = _keys(rng, case, (*key_lead, case.n_k, case.rank)).clip(-most, most)
         keys = tensor(keys).double().numpy()
-        scale = case.rank**-0.5 if case.scale is None else case.scale
+        scale = scale_of(case)
         query = _queries(rng, case, (*case.lead, case.n_q, case.rank))
-        query = query * _query_size(case, keys, scale)
+        if case.score == "gaussian":
+            keys, query = _gaussian(rng, case, keys, query)
+            keys = tensor(keys.clip(-most, most)).double().numpy()
+        else:
+            query = query * _query_size(case, keys, scale)
         value = _values(rng, case, (*key_lead, case.n_k, case.dv))
         tensors = {"query": tensor(query), "key": tensor(keys), "value": tensor(value)}
-        tensors = {name: _stride(x, case.strides) for name, x in tensors.items()}
+        if case.key_bias:
+            tensors["key_bias"] = tensor(
+                rng.standard_normal((*case.lead, case.n_k)) * case.key_bias
+            )
+        if case.alibi:
+            tensors["alibi_slopes"] = tensor(np.asarray(rng.random(case.lead)) * case.alibi)
+        strided = {name: _stride(tensors[name], case.strides) for name in ("query", "key", "value")}
+        tensors |= strided
         out_shape = (*case.lead, case.n_q, case.dv)
     moves = {}
     if case.derivative in ("jvp", "double"):

@@ -3,7 +3,17 @@
 The floor of the rule is 4 ulp of twice the magnitude (`fuzz.oracle`), that is 4 to 8 eps of
 |g| |v| |k| for a gradient: rounding query, key, value and the incoming gradient by half an eps
 each, and the weights by that of the lse they are computed from again, moves the result by as much.
-A certified method is held to its certificate. Products below the smallest normal number are rounded
+A certified method is held to its certificate.
+
+At rank > 1, with a bias or from a difference a logit is a sum, which is rounded at least once, by
+half an ulp and so by up to half an eps of the logit; a method that holds logits in the dtype cannot
+do better, and two keys can be rounded in opposite directions. Eager does no better, but its error
+may be that of one row whose logits all its orders happen to round well, so the floor has to say it:
+half an eps times what a relative change of the logits does (`by_logits` in `fuzz.oracle`). Else a
+logit is one product, for which eager has the same number of roundings, and the floor stays as it
+is.
+
+Products below the smallest normal number are rounded
 by as much as that one is, each of those that a sum has.
 """
 
@@ -23,13 +33,17 @@ def check(case: Case) -> None:
     """Raise AssertionError where the case is wrong, and whatever else the package raises."""
     inputs = build(case)
     actual = ours(case, inputs)
-    exact, magnitudes = truth(case, inputs)
+    exact, magnitudes, by_logits = truth(case, inputs)
     info = torch.finfo(DTYPES[case.dtype])
     certified = case.method != "direct" and DTYPES[case.dtype] in CERTIFIED
     factor, least = 1.0 if certified else 2.0, info.smallest_normal * (case.dv + case.rank)
     if case.kind == "merge":  # what is merged is as accurate as the lse of the parts
         factor *= max(1.0, magnitudes["lse"])
     sizes = {name: max(factor * size, least) for name, size in magnitudes.items()}
+    is_sum = case.rank > 1 or case.score == "gaussian" or case.key_bias or case.alibi
+    if is_sum and not certified:
+        # 4 ulp of a number are at least 2 eps of it.
+        sizes = {name: size + by_logits.get(name, 0.0) / 4 for name, size in sizes.items()}
     # A result that the dtype cannot hold is not judged.
     judged = {name: x for name, x in actual.items() if magnitudes[name] < 0.25 * info.max}
     if judged:

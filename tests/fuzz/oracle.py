@@ -9,18 +9,29 @@ the derivatives are written out by hand.
 A truth comes with a magnitude, the largest sum of the absolute values of its terms, with every
 value as large as the largest one: |g| |v| |k| for a gradient. Rounding the inputs alone, by half an
 eps each, moves the result by that many eps.
+
+It also comes with the most that a relative change of the logits does to it, to first order and per
+unit of the change. With |dl_ij| <= |l_ij| it is, for A = g . (v_j - out_i) + h_i,
+
+    out         sum_j P_ij |l_ij| |v_j - out_i|
+    grad_value  sum_i w_ij |g_i|,   w_ij = P_ij (|l_ij| + sum_m P_im |l_im|)
+    grad_query  scale sum_j x_ij |k_j|,   grad_key  scale sum_i x_ij |q_i|,
+                x_ij = w_ij |A_ij| + P_ij sum_m P_im |l_im| |A_im - h_i|
+
+because dP_ij = P_ij (dl_ij - sum_m P_im dl_im), and A changes by -sum_m P_im dl_im (A_im - h_i).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fuzz.cases import Case, Inputs
+from fuzz.cases import Case, Inputs, scale_of
 
 assert np.finfo(np.longdouble).nmant >= 63, "the oracle needs a long double of 64 bits"
 
@@ -30,13 +41,15 @@ Array = np.ndarray
 class Truth(NamedTuple):
     results: dict[str, Tensor]  # fp64
     magnitudes: dict[str, float]
+    by_logits: dict[str, float]  # where it is known
 
 
 class Found(NamedTuple):
-    """A result, and the sums of the absolute values of its terms."""
+    """A result, the sums of the absolute values of its terms, and what moving logits does to it."""
 
     exact: Array
     size: Array
+    by_logits: Array | None = None
 
 
 def _long(x: Tensor) -> Array:
@@ -57,7 +70,10 @@ def _largest_of_column(x: Array) -> Array:
 class Softmax:
     """Attention of heads [L, n, width] over all pairs."""
 
-    def __init__(self, q: Array, k: Array, v: Array, bias: Array, scale: float) -> None:
+    def __init__(
+        self, q: Array, k: Array, v: Array, bias: Array, scale: float, gaussian: bool = False
+    ) -> None:
+        self.gaussian = gaussian
         self.q, self.k, self.v, self.scale = q, k, v, q.dtype.type(scale)
         n_k = k.shape[-2]
         size_q, size_k, size_v = (np.abs(x).astype(np.float64) for x in (q, k, v))
@@ -65,15 +81,19 @@ class Softmax:
         if n_k == 0:
             self.p = np.zeros((*q.shape[:-1], 0), q.dtype)
             self.lse = np.full(q.shape[:-1], -np.inf, q.dtype)
+            self.size_logits = np.zeros(self.p.shape)
         else:
-            about = self.scale * (q @ _t(k)) + bias
+            about = self._logits() + bias
             top = about.argmax(-1)
             dead = np.take_along_axis(about, top[..., None], -1) == -np.inf
             gaps = np.zeros_like(about)
             for r in range(q.shape[-1]):
-                key = k[..., r]
-                key_top = np.take_along_axis(key, top, -1)
-                gaps += q[..., r, None] * (key[..., None, :] - key_top[..., None])
+                key = k[..., None, :, r]
+                key_top = np.take_along_axis(k[..., r], top, -1)[..., None]
+                query = q[..., r, None]
+                # (q - k)^2 - (q - k_top)^2 = (k_top - k) ((q - k) + (q - k_top))
+                half = ((query - key) + (query - key_top)) / 2 if gaussian else query
+                gaps += half * (key - key_top)
             gaps *= self.scale
             bias = np.broadcast_to(bias, gaps.shape)
             bias_top = np.take_along_axis(bias, top[..., None], -1)
@@ -86,7 +106,34 @@ class Softmax:
             at_top = np.take_along_axis(about, top[..., None], -1)
             lse = at_top + more + np.log(np.where(dead, 1, total))
             self.lse = np.where(dead, -np.inf, lse)[..., 0]
+            self.size_logits = np.where(self.p > 0, np.abs(about), 0).astype(np.float64)
         self.weights = self.p.astype(np.float64)
+
+    def _logits(self) -> Array:
+        if not self.gaussian:
+            return self.scale * (self.q @ _t(self.k))
+        gaps = (self.q[..., r, None] - self.k[..., None, :, r] for r in range(self.q.shape[-1]))
+        return -self.scale / 2 * sum(gap * gap for gap in gaps)
+
+    def _pull(self, x: Array, *sizes: Array) -> tuple[Found, Found]:
+        """Gradients of queries and keys for that of the logits, and the sizes of its terms."""
+        scale, s, (aq, ak, _) = self.scale, abs(float(self.scale)), self.sizes
+        if not self.gaussian:
+            of_query = Found(x @ self.k * scale, *(size @ ak * s for size in sizes))
+            return of_query, Found(_t(x) @ self.q * scale, *(_t(size) @ aq * s for size in sizes))
+        columns: list[tuple[list[Array], list[Array]]] = []
+        for r in range(self.q.shape[-1]):
+            gap = self.q[..., r, None] - self.k[..., None, :, r]
+            far = np.abs(gap).astype(float) * s
+            pulled = [x * gap * scale, *(size * far for size in sizes)]
+            of_query = [-pulled[0].sum(-1), *(each.sum(-1) for each in pulled[1:])]
+            columns.append((of_query, [each.sum(-2) for each in pulled]))
+
+        def joined(which: int) -> Found:
+            parts = zip(*(column[which] for column in columns), strict=True)
+            return Found(*(np.stack(each, -1) for each in parts))
+
+        return joined(0), joined(1)
 
     def forward(self) -> dict[str, Found]:
         size = self.weights @ self.sizes[2]
@@ -94,7 +141,17 @@ class Softmax:
         if self.v.size:
             size = np.maximum(size, self.sizes[2].max())
         lse = np.maximum(1.0, np.abs(np.where(np.isinf(self.lse), 0, self.lse)))
-        return {"out": Found(self.p @ self.v, size), "lse": Found(self.lse, lse)}
+        out = self.p @ self.v
+        return {"out": Found(out, size, self._moved_out(out)), "lse": Found(self.lse, lse)}
+
+    def _moved_out(self, out: Array) -> Array:
+        """sum_j P_ij |l_ij| |v_j - out_i|, or a little more: by Cauchy and Schwarz."""
+        middle = self.v.mean(-2, keepdims=True) if self.v.size else 0.0
+        v, f = (self.v - middle).astype(float), (out - middle).astype(float)
+        moved = self.weights * self.size_logits
+        total = moved.sum(-1, keepdims=True)
+        squares = moved @ (v * v) - 2 * f * (moved @ v) + f * f * total
+        return np.sqrt(total * np.maximum(squares, 0))
 
     def _centred(self, x: Array) -> tuple[Array, Array]:
         mean = (self.p * x).sum(-1, keepdims=True)
@@ -105,14 +162,24 @@ class Softmax:
         return x + (self.weights * x).sum(-1, keepdims=True)
 
     def vjp(self, g: Array, h: Array) -> dict[str, Found]:
-        (aq, ak, av), ag, ah = self.sizes, np.abs(g).astype(float), np.abs(h).astype(float)
-        grad_logits = self.p * (self._centred(g @ _t(self.v))[0] + h[..., None])
-        size = self.weights * (ag @ _t(av) + ah[..., None])
-        scale, s = self.scale, abs(float(self.scale))
+        ag, ah = np.abs(g).astype(float), np.abs(h).astype(float)
+        slopes = self._centred(g @ _t(self.v))[0]
+        a = slopes + h[..., None]
+        grad_logits = self.p * a
+        moved = self.weights * self.size_logits
+        w = moved + self.weights * moved.sum(-1, keepdims=True)
+        x = w * np.abs(a).astype(float)
+        x += self.weights * (moved * np.abs(slopes).astype(float)).sum(-1, keepdims=True)
+        size = self.weights * (ag @ _t(self.sizes[2]) + ah[..., None])
+        grad_query, grad_key = self._pull(grad_logits, size, x)
+        far, terms = _distance(*size.shape[-2:]), (grad_logits, size, x)
+        of_slopes = [(each * far).sum((-2, -1)) for each in terms]
         return {
-            "grad_query": Found(grad_logits @ self.k * scale, size @ ak * s),
-            "grad_key": Found(_t(grad_logits) @ self.q * scale, _t(size) @ aq * s),
-            "grad_value": Found(_t(self.p) @ g, _t(self.weights) @ ag),
+            "grad_query": grad_query,
+            "grad_key": grad_key,
+            "grad_value": Found(_t(self.p) @ g, _t(self.weights) @ ag, _t(w) @ ag),
+            "grad_key_bias": Found(*(each.sum(-2) for each in terms)),
+            "grad_alibi_slopes": Found(-of_slopes[0], *of_slopes[1:]),
         }
 
     def _slopes(self, moves: tuple[Array, ...]) -> tuple[Array, Array, Array]:
@@ -166,6 +233,9 @@ def _derive(case: Case, softmax: Softmax, g: Array, h: Array, moves: tuple) -> d
     found = softmax.forward()
     if case.derivative == "vjp":
         found |= softmax.vjp(g, h)
+        for name, given in (("grad_key_bias", case.key_bias), ("grad_alibi_slopes", case.alibi)):
+            if not given:
+                del found[name]
     elif case.derivative == "jvp":
         found |= softmax.jvp(moves)
     elif case.derivative == "double":
@@ -173,19 +243,29 @@ def _derive(case: Case, softmax: Softmax, g: Array, h: Array, moves: tuple) -> d
     return found
 
 
-def _bias(case: Case, inputs: Inputs, n_q: int, n_k: int) -> Array:
-    """[*batch, heads, n_q, n_k] or what broadcasts to it: what masks add to the logits."""
+def _distance(n_q: int, n_k: int) -> Array:
+    return np.abs(np.arange(n_k) - np.arange(n_q)[:, None])
+
+
+def _bias(case: Case, inputs: Inputs, n_q: int, columns: slice) -> Array:
+    """[*batch, heads, n_q, n_k] or what broadcasts to it: what is added to logits of some keys."""
+    n_k = columns.stop - columns.start
     bias = np.zeros((n_q, n_k))
+    if case.key_bias:
+        bias = bias + _long(inputs.tensors["key_bias"])[..., None, columns]
+    if case.alibi:
+        slopes = _long(inputs.tensors["alibi_slopes"])[..., None, None]
+        bias = bias - slopes * _distance(n_q, n_k)
     if case.causal:
-        bias[~np.tri(n_q, n_k, dtype=bool)] = -np.inf
+        bias[..., ~np.tri(n_q, n_k, dtype=bool)] = -np.inf
     mask, padding = inputs.attn_mask, inputs.key_padding_mask
     if mask is not None:
         bool_mask = mask.dtype == torch.bool
         bias = bias + (np.where(mask.numpy(), 0.0, -np.inf) if bool_mask else _long(mask))
     if padding is not None:
         bool_mask = padding.dtype == torch.bool
-        columns = np.where(padding.numpy(), -np.inf, 0.0) if bool_mask else _long(padding)
-        bias = bias + columns[..., None, None, :]
+        ignored = np.where(padding.numpy(), -np.inf, 0.0) if bool_mask else _long(padding)
+        bias = bias + ignored[..., None, None, :]
     return bias
 
 
@@ -215,31 +295,39 @@ def _attention(case: Case, inputs: Inputs) -> dict[str, Found]:
     moves = tuple(heads.spread(n, long(inputs.moves[n])) for n in names) if inputs.moves else ()
     g = long(inputs.grad_out)
     h = np.zeros(g.shape[:-1], g.dtype) if inputs.grad_lse is None else long(inputs.grad_lse)
-    scale = case.rank**-0.5 if case.scale is None else case.scale
     if case.kind != "varlen":
-        bias = _bias(case, inputs, case.n_q, case.n_k)
-        found = _derive(case, Softmax(q, k, v, bias, scale), g, h, moves)
+        bias = _bias(case, inputs, case.n_q, slice(0, case.n_k))
+        softmax = Softmax(q, k, v, bias, scale_of(case), case.score == "gaussian")
+        found = _derive(case, softmax, g, h, moves)
     else:
-        found = _packed(case, inputs, (q, k, v, g, h, moves), scale)
-    found = {
-        name: Found(heads.gather(name, x), heads.gather(name, size))
-        for name, (x, size) in found.items()
-    }
-    return found if case.lead else {n: Found(x[0], size[0]) for n, (x, size) in found.items()}
+        found = _packed(case, inputs, (q, k, v, g, h, moves))
+    found = {name: _each(one, lambda x, n=name: heads.gather(n, x)) for name, one in found.items()}
+    return found if case.lead else {n: _each(one, lambda x: x[0]) for n, one in found.items()}
 
 
-def _packed(case: Case, inputs: Inputs, arrays: tuple, scale: float) -> dict[str, Found]:
+def _each(found: Found, change: Callable[[Array], Array]) -> Found:
+    return Found(*(None if x is None else change(x) for x in found))
+
+
+def _packed(case: Case, inputs: Inputs, arrays: tuple) -> dict[str, Found]:
     q, k, v, g, h, moves = arrays
     parts: list[dict[str, Found]] = []
     for b in range(case.pieces):
         rows = slice(inputs.starts_q[b], inputs.starts_q[b + 1])
         columns = slice(inputs.starts_k[b], inputs.starts_k[b + 1])
         cut = tuple(x[:, r] for x, r in zip(moves, (rows, columns, columns), strict=False))
-        bias = _bias(case, inputs, rows.stop - rows.start, columns.stop - columns.start)
-        softmax = Softmax(q[:, rows], k[:, columns], v[:, columns], bias, scale)
+        bias = _bias(case, inputs, rows.stop - rows.start, columns)
+        cut_keys = k[:, columns], v[:, columns]
+        softmax = Softmax(q[:, rows], *cut_keys, bias, scale_of(case), case.score == "gaussian")
         parts.append(_derive(case, softmax, g[:, rows], h[:, rows], cut))
+
+    def whole(name: str, of_parts: tuple[Array | None, ...]) -> Array | None:
+        if of_parts[0] is None:
+            return None
+        return sum(of_parts) if name == "grad_alibi_slopes" else np.concatenate(of_parts, 1)
+
     return {
-        name: Found(*(np.concatenate([p[name][i] for p in parts], 1) for i in range(2)))
+        name: Found(*(whole(name, x) for x in zip(*(p[name] for p in parts), strict=True)))
         for name in parts[0]
     }
 
@@ -262,9 +350,9 @@ def _layer(case: Case, inputs: Inputs) -> dict[str, Found]:
     q, k, v = (project(t, name) for name in "qkv")
     sizes = tuple(project(a, name) for name in "qkv")
     scale = case.rank**-0.5 if case.scale is None else case.scale
-    softmax = Softmax(q, k, v, _bias(case, inputs, case.n_k, case.n_k), scale)
+    softmax = Softmax(q, k, v, _bias(case, inputs, case.n_k, slice(0, case.n_k)), scale)
     softmax.sizes = *sizes[:2], _largest_of_column(sizes[2])
-    heads_out, heads_size = (joined(x) for x in softmax.forward()["out"])
+    heads_out, heads_size = (joined(x) for x in softmax.forward()["out"][:2])
     out = heads_out @ t["w_o"].T + t.get("b_o", 0.0)
     found = {"out": Found(out, heads_size @ a["w_o"].T + a.get("b_o", 0.0))}
     if case.derivative == "forward":
@@ -297,9 +385,11 @@ def truth(case: Case, inputs: Inputs) -> Truth:
     """Every result of the case, rounded to fp64."""
     with np.errstate(all="ignore"):
         found = (_layer if case.kind == "layer" else _attention)(case, inputs)
-        results, magnitudes = {}, {}
-        for name, (exact, size) in found.items():
+        results, magnitudes, by_logits = {}, {}, {}
+        for name, (exact, size, moved) in found.items():
             results[name] = torch.from_numpy(np.asarray(exact, dtype=np.float64))
             magnitudes[name] = float(np.max(size, initial=0.0))
             assert not math.isnan(magnitudes[name]), name
-    return Truth(results, magnitudes)
+            if moved is not None:
+                by_logits[name] = float(np.max(moved, initial=0.0))
+    return Truth(results, magnitudes, by_logits)

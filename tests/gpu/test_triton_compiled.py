@@ -71,7 +71,7 @@ def launches_of(
     dense = masked and method == "direct"
     attn_mask = torch.empty(2, n, n) if dense else None
     key_mask = torch.zeros(2, n, dtype=torch.bool) if masked else None
-    problem = Problem(*inputs, attn_mask, key_mask, None, 0.7, 0.0, dense)
+    problem = Problem(*inputs, attn_mask, key_mask, None, None, 0.7, 0.0, dense, False)
     saved = Saved(torch.empty_like(grad_out), torch.empty(2, n, dtype=torch.float64))
     forward, backward = METHODS[method]
     launches = launches_for(target, forward, problem)
@@ -198,7 +198,7 @@ def check(method: str, tensors: tuple[Tensor, ...], launcher: PtxRun, **call: An
     """Forward and backward from PTX against the oracle."""
     *inputs, grad_out = tensors
     key_mask, is_causal = call.get("key_mask"), call.get("is_causal", False)
-    problem = Problem(*inputs, None, key_mask, None, call["scale"], 0.0, is_causal)
+    problem = Problem(*inputs, None, key_mask, None, None, call["scale"], 0.0, is_causal, False)
     forward, backward = METHODS[method]
     saved = launcher.run(forward, problem)
     grads = launcher.run(backward, OutputGradients(grad_out, None), saved, problem)
@@ -207,7 +207,7 @@ def check(method: str, tensors: tuple[Tensor, ...], launcher: PtxRun, **call: An
     if key_mask is not None:
         asked["key_padding_mask"] = key_mask[0]  # the same for every head
     assert_accurate(
-        dict(zip(names, (saved.out, saved.lse.float(), *grads), strict=True)),
+        dict(zip(names, (saved.out, saved.lse.float(), *grads[:3]), strict=True)),
         oracle(*tensors, **asked)._asdict(),
         eagers(*tensors, **asked),
         magnitudes=magnitudes(*tensors, **asked),
@@ -325,7 +325,7 @@ CORE = ("layout_kernel", "core_kernel", "certify_kernel")
 def counted_forward(n: int) -> PtxRun:
     """The transform's forward, bf16, dv = 64, with its traffic counted."""
     *inputs, _ = tensors_of(torch.bfloat16, n, n, 1, 64)
-    problem = Problem(*inputs, None, None, None, 1.0, 0.0, False)
+    problem = Problem(*inputs, *[None] * 4, 1.0, 0.0, False, False)
     launcher = PtxRun(
         racecheck=False, intrawarp=False, globalcheck=False, uninit="poison", profile=True
     )

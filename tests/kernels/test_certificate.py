@@ -30,7 +30,7 @@ QUERIES = 40
 
 
 def _report(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    problem = Problem(query, key, value, None, None, None, scale, 0.0, False)
+    problem = Problem(query, key, value, *[None] * 4, scale, 0.0, False, False)
     return torch.ops.boltzattn.cpu_transform_report(*problem)
 
 

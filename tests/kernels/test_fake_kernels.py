@@ -33,9 +33,12 @@ def _tuples() -> dict[Any, Any]:
     mask = torch.zeros(BATCH, HEADS, N, dtype=torch.bool)
     starts = torch.tensor([0, 2, N])
     seed = torch.zeros(BATCH, HEADS, dtype=torch.int64)
+    slopes = torch.ones(BATCH, HEADS, dtype=torch.float64)
     attn_mask = torch.ones(BATCH, HEADS, N, N, dtype=torch.bool)
     return {
-        Problem: Problem(scores, scores, out, attn_mask, mask, seed, 1.0, 0.5, False),
+        Problem: Problem(
+            scores, scores, out, attn_mask, mask, slopes, seed, 1.0, 0.5, False, False
+        ),
         OutputGradients: OutputGradients(out, lse),
         Saved: Saved(out, lse),
         Starts: Starts(starts, starts),

@@ -23,7 +23,7 @@ N, DV = 6, 3
 
 def problem(**changes: Any) -> Problem:
     tensors = (torch.randn(2, N, width) for width in (1, 1, DV))
-    return Problem(*tensors, None, None, None, 1.0, 0.0, False)._replace(**changes)
+    return Problem(*tensors, *[None] * 4, 1.0, 0.0, False, False)._replace(**changes)
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -119,10 +119,33 @@ def test_sequences() -> None:
         with pytest.raises(RuntimeError, match=message):
             ops.cpu_varlen_forward(*problem(), *arguments)
     with pytest.raises(RuntimeError, match="varlen takes no attn_mask"):
-        ops.cpu_varlen_forward(*problem(key_mask=ones(2, N)), starts, starts, served, out)
+        ops.cpu_varlen_forward(*problem(attn_mask=ones(2, N, N)), starts, starts, served, out)
+    for changes in ({"slopes": ones(2, dtype=torch.float64)}, {"is_gaussian": True}):
+        with pytest.raises(RuntimeError, match="the transform of a sequence takes no slopes"):
+            ops.cpu_varlen_forward(*problem(**changes), starts, starts, served, out)
+        ops.cpu_varlen_forward(*problem(**changes), starts, starts, ~served & served, out)
     wide = problem(query=ones(2, N, 2), key=ones(2, N, 2))
     with pytest.raises(RuntimeError, match="the transform takes rank 1"):
         ops.cpu_varlen_forward(*wide, starts, starts, served, out)
+
+
+def test_gradients_of_sequences() -> None:
+    starts, served = torch.tensor([0, 2, N]), torch.tensor([False, False])
+    biased = problem(key_mask=ones(2, N), slopes=ones(2, dtype=torch.float64))
+    out, lse = ops.cpu_direct_forward(*biased)
+    written = [ones(2, N, 1), ones(2, N, 1), ones(2, N, DV), ones(2, N), ones(2).double()]
+    for place, wrong, message in (
+        (3, ones(2, N).double(), "grad_key_mask must have dtype Float, got Double"),
+        (3, ones(2, N).bool(), "grad_key_mask must have dtype Float, got Bool"),
+        (3, ones(0), r"grad_key_mask must have shape \[2, 6\]"),
+        (4, ones(2), "grad_slopes must have float64"),
+        (4, ones(0).double(), r"grad_slopes must have shape \[2\]"),
+    ):
+        arguments = [*written[:place], wrong, *written[place + 1 :]]
+        with pytest.raises(RuntimeError, match=message):
+            ops.cpu_varlen_backward(
+                out, None, out, lse, *biased, starts, starts, served, *arguments
+            )
 
 
 def _shared() -> tuple[Tensor, Tensor]:

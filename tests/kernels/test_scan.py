@@ -16,6 +16,8 @@ from boltzattn.transform.scan_layout import (
     LARGEST_KAPPA,
     SCAN_PRECISION,
     make_scan_layout,
+    outer_nodes,
+    outer_weights,
     scan_error,
     scan_kappa,
     scan_ratio,
@@ -49,15 +51,14 @@ def test_compiled_layout_is_the_same(dtype: torch.dtype, keys: int, product: flo
 
 
 @pytest.mark.parametrize("nodes", [8, 12, 16, 20])
-@pytest.mark.parametrize("ratio", [1.5, 2.0, 2.5])
+@pytest.mark.parametrize("ratio", [1.5, 2.0, 2.5, 3.0, 3.5])
 def test_error_on_an_outer_panel(nodes: int, ratio: float) -> None:
     """`scan_error` bounds the error for every gap, and is not idle."""
-    place = torch.linspace(-1, 1, 201, dtype=torch.float64)
-    basis = lagrange_weights(nodes, place)
-    half, centre = (ratio - 1) / 2, (ratio + 1) / 2
-    gaps = torch.logspace(-2, 3, 400, dtype=torch.float64)
-    at_nodes = (-(centre + half * chebyshev_nodes(nodes)) * gaps[:, None]).exp()
-    exact = (-(centre + half * place) * gaps[:, None]).exp()
+    place = torch.linspace(1 / ratio, 1, 201, dtype=torch.float64)
+    basis = outer_weights(nodes, ratio, place)
+    gaps = torch.cat([torch.zeros(1), torch.logspace(-2, 3, 400)]).double()
+    at_nodes = (-outer_nodes(nodes, ratio) * gaps[:, None]).exp()
+    exact = (-place * gaps[:, None]).exp()
     worst = float((at_nodes @ basis.T - exact).abs().max())
     bound = scan_error(nodes, ratio)
     assert worst <= bound + 4e-15
@@ -93,8 +94,7 @@ def test_one_top_key_and_a_crowd(keys: int, gap: float) -> None:
     layout = make_scan_layout(torch.float32, 54.0, 1.0, keys)
     assert layout is not None
     t = torch.linspace(-54.0, 54.0, 2001, dtype=torch.float64)
-    panel, place = layout.locate(t)
-    basis = lagrange_weights(layout.nodes, place)
+    panel, basis = layout.locate(t)
     node = layout.nodes_of_panels()
     above = layout.measured_from_high(torch.arange(layout.panels))[:, None]
     worst = 0.0

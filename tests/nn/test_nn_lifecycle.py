@@ -34,6 +34,8 @@ BUILDERS = {
     "attention, rank 3, temperature": lambda **o: SelfAttention(
         rank=3, head_dim=5, learnable_temperature=True, **o
     ),
+    "attention, gaussian, alibi": lambda **o: SelfAttention(score="gaussian", alibi=True, **o),
+    "attention, alibi, rank 2": lambda **o: SelfAttention(rank=2, alibi=True, **o),
     "feed forward": lambda **o: FeedForward(DIM, 32, **o),
     "paper": lambda **o: OneLayerTransformer(DIM, form="paper", num_heads=2, **o),
     "standard": lambda **o: OneLayerTransformer(
@@ -294,6 +296,16 @@ def test_reset_parameters_after_meta() -> None:
     torch.testing.assert_close(gram, torch.eye(4), rtol=0, atol=1e-5)
 
 
+def test_reset_lookup_options_after_meta() -> None:
+    layer = LowRankAttention(DIM, 4, device="meta", score="gaussian", alibi=True)
+    layer.to_empty(device="cpu")
+    layer.alibi_slopes.fill_(torch.nan)
+    layer.reset_parameters()
+    fresh = LowRankAttention(DIM, 4, score="gaussian", alibi=True)
+    assert torch.equal(layer.alibi_slopes, fresh.alibi_slopes)
+    assert torch.equal(layer.log_bandwidth, fresh.log_bandwidth)
+
+
 def test_reset_parameters_follows_the_seed() -> None:
     layer = LowRankAttention(DIM, 4)
     torch.manual_seed(3)
@@ -314,6 +326,11 @@ def test_repr() -> None:
     assert repr(special).splitlines()[1].strip() == (
         "embed_dim=8, num_heads=2, rank=2, head_dim=4, batch_first=False, kdim=3, scale=1.0, "
         "method='direct', learnable_temperature=True, bias=False"
+    )
+    lookup = LowRankAttention(8, 2, score="gaussian", alibi=True)
+    assert repr(lookup).splitlines()[1].strip() == (
+        "embed_dim=8, num_heads=2, rank=1, head_dim=4, batch_first=False, score='gaussian', "
+        "alibi=True"
     )
     assert "form='paper'" in repr(OneLayerTransformer(8, form="paper"))
     assert "activation='gelu'" in repr(FeedForward(8, 8, activation="gelu"))

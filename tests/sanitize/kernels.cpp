@@ -225,15 +225,22 @@ struct Case {
   Mask mask;
   double scale, dropout_p;
   bool spoiled;
+  bool is_gaussian, slopes;
+  bool scan;
 
   std::string describe() const {
     char text[256];
     std::snprintf(text, sizeof text,
                   "%s %s, %d heads, n_q %d, n_k %d, rank %d, dv %d, %d-byte dtype %d, mask %s, "
-                  "scale %g, dropout %g, %s, %d threads",
-                  kernels->name, transform ? "transform" : "direct", int(heads), int(n_q), int(n_k),
-                  int(rank), int(dv), int(bytes_of(dtype)), int(dtype), kMaskNames[int(mask)],
-                  scale, dropout_p, spoiled ? "NaN and inf" : "finite", int(threads));
+                  "scale %g, dropout %g, %s%s%s, %d threads",
+                  kernels->name,
+                  scan        ? "scan"
+                  : transform ? "transform"
+                              : "direct",
+                  int(heads), int(n_q), int(n_k), int(rank), int(dv), int(bytes_of(dtype)),
+                  int(dtype), kMaskNames[int(mask)], scale, dropout_p,
+                  spoiled ? "NaN and inf" : "finite", is_gaussian ? ", Gaussian" : "",
+                  slopes ? ", slopes" : "", int(threads));
     return text;
   }
 };
@@ -269,6 +276,9 @@ void run(const Case& c) {
   call.scale = c.scale;
   call.dropout_p = c.dropout_p;
   call.is_causal = c.mask == Mask::kCausal;
+  call.is_gaussian = c.is_gaussian;
+  Tensor slopes(c.heads, 1, 1, DType::kFloat64, any_layout());
+  if (c.slopes) call.slopes = slopes.normal(0.1).matrix();
   call.query = query.matrix();
   call.key = key.matrix();
   call.value = value.matrix();
@@ -306,9 +316,8 @@ void run(const Case& c) {
       break;
   }
 
-  const bool scan = c.transform && !below(3);
-  if (scan) call.is_causal = true;
-  (scan          ? c.kernels->scan_forward
+  if (c.scan) call.is_causal = true;
+  (c.scan        ? c.kernels->scan_forward
    : c.transform ? c.kernels->transform_forward
                  : c.kernels->direct_forward)(call);
   if (c.transform) {
@@ -327,7 +336,12 @@ void run(const Case& c) {
   gradient.grad_query = grad_query.matrix();
   gradient.grad_key = grad_key.matrix();
   gradient.grad_value = grad_value.matrix();
-  (scan          ? c.kernels->scan_backward
+  const DType sums = c.dtype == DType::kFloat64 ? c.dtype : DType::kFloat32;
+  Tensor grad_key_mask(c.heads, 1, c.n_k, sums, writable_layout());
+  Tensor grad_slopes(c.heads, 1, 1, DType::kFloat64, writable_layout());
+  if (call.key_mask && !boolean) gradient.grad_key_mask = grad_key_mask.matrix();
+  if (c.slopes) gradient.grad_slopes = grad_slopes.matrix();
+  (c.scan        ? c.kernels->scan_backward
    : c.transform ? c.kernels->transform_backward
                  : c.kernels->direct_backward)(gradient);
 
@@ -336,6 +350,8 @@ void run(const Case& c) {
   grad_query.expect_finite(c.heads, c.n_q, c.rank);
   grad_key.expect_finite(c.heads, c.n_k, c.rank);
   grad_value.expect_finite(c.heads, c.n_k, c.dv);
+  if (gradient.grad_key_mask) grad_key_mask.expect_finite(c.heads, 1, c.n_k);
+  if (gradient.grad_slopes) grad_slopes.expect_finite(c.heads, 1, 1);
   for (int64_t i = 0; i < c.heads * c.n_q; ++i)
     if (std::isnan(reinterpret_cast<double*>(lse.bytes.get())[i]))
       fail("lse is NaN, or was not written");
@@ -358,11 +374,16 @@ Case drawn(const Kernels& kernels, bool transform, int64_t n_q, int64_t n_k) {
     c.mask = one_of({Mask::kNone, Mask::kKeyBool, Mask::kKeyFloat, Mask::kKeyBias, Mask::kNothing});
     // From one panel to more than the transform takes.
     c.scale = one_of({0.0, 1e-3, -1.0, 1.0, 30.0, 1e3, 1e6, 1e9});
+    c.is_gaussian = below(3) == 0;
+    c.scan = !below(3);
+    c.slopes = c.scan && below(2);
   } else {
     c.rank = one_of<int64_t>({1, 2, 3, 5, 8, 16, 17, 33});
     c.mask = Mask(below(8));
     c.scale = one_of({0.0, -0.3, 1.0, 40.0});
     c.dropout_p = one_of({0.0, 0.0, 0.3, 1.0});
+    c.is_gaussian = below(2);
+    c.slopes = below(2);
   }
   return c;
 }
@@ -530,6 +551,16 @@ void run_varlen(const Kernels& kernels, bool is_causal) {
   call.dv = dv;
   call.scale = one_of({1.0, -30.0});
   call.is_causal = is_causal;
+  const bool by_direct =
+      std::none_of(sequences.begin(), sequences.end(), [](auto& s) { return s.by_transform; });
+  Tensor slopes(heads, 1, 1, DType::kFloat64, any_layout());
+  Tensor key_mask(heads, 1, n_k, DType::kFloat32, any_layout());
+  if (by_direct) {
+    call.is_gaussian = below(2);
+    call.slopes = slopes.normal(0.1).matrix();
+    if (call.is_gaussian) call.scale = 1;  // logits of large differences are finite
+  }
+  if (below(2)) call.key_mask = key_mask.normal(1).matrix();
   call.query = query.matrix();
   call.key = key.matrix();
   call.value = value.matrix();
@@ -549,10 +580,17 @@ void run_varlen(const Kernels& kernels, bool is_causal) {
   gradient.grad_query = grad_query.matrix();
   gradient.grad_key = grad_key.matrix();
   gradient.grad_value = grad_value.matrix();
+  const DType sums = dtype == DType::kFloat64 ? dtype : DType::kFloat32;
+  Tensor grad_key_mask(heads, 1, n_k, sums, writable_layout());
+  Tensor grad_slopes(heads, 1, 1, DType::kFloat64, writable_layout());
+  if (call.key_mask) gradient.grad_key_mask = grad_key_mask.matrix();
+  if (call.slopes) gradient.grad_slopes = grad_slopes.matrix();
   kernels.varlen_backward(gradient, sequences.data(), int64_t(sequences.size()));
   grad_query.expect_finite(heads, n_q, rank);
   grad_key.expect_finite(heads, n_k, rank);
   grad_value.expect_finite(heads, n_k, dv);
+  if (call.key_mask) grad_key_mask.expect_finite(heads, 1, n_k);
+  if (call.slopes) grad_slopes.expect_finite(heads, 1, 1);
 }
 
 // A stream that takes in tokens, one and many at a time, and answers queries.
@@ -734,6 +772,77 @@ void run_stages(const Kernels& kernels, int64_t n, double scale) {
   }
 }
 
+// Shards of one causal sequence after another: tables forwards, then tables over rows backwards. No
+// arithmetic of boltzattn/transform/scan_shards.py: each shard starts from the tables of one other.
+void run_shards(const Kernels& kernels, int64_t n, double scale) {
+  threads = one_of<int64_t>({1, 3});
+  const int64_t heads = one_of<int64_t>({1, 3}), dv = one_of<int64_t>({1, 8, 17, 64, 259});
+  const DType dtype = kDTypes[below(4)];
+  const bool masked = below(2), spoiled = !below(5);
+  char text[128];
+  std::snprintf(text, sizeof text, "%s in shards, n %d, dv %d, dtype %d, scale %g, %s",
+                kernels.name, int(n), int(dv), int(dtype), scale, masked ? "masked" : "no mask");
+  now_running = text;
+  const int nodes = 12, levels = 20, features = (2 * levels + 1) * nodes;
+  const int64_t size = heads * features * (dv + 1);
+  std::unique_ptr<double[]> t_most(new double[size_t(heads)]);
+  std::fill_n(t_most.get(), heads, 10 * std::fabs(scale));
+  Numbers ends(2 * heads), keys(3 * heads), centres(2 * heads * dv), table(size), slopes(size),
+      later(size);
+  const auto clear = [&](Numbers& x, int64_t count) { std::fill_n(x.data.get(), count, 0.0); };
+  const auto forget = [&] {
+    for (int64_t h = 0; h < heads; ++h) {
+      ends.data[size_t(2 * h)] = -INFINITY;
+      ends.data[size_t(2 * h + 1)] = INFINITY;
+    }
+    clear(keys, 3 * heads);
+    clear(centres, 2 * heads * dv);
+    for (Numbers* x : {&table, &slopes}) clear(*x, size);
+  };
+  forget();
+  clear(later, size);
+  for (const int64_t tokens : {n, int64_t(0), n}) {
+    Machine machine(heads, tokens, tokens, dv, dtype, scale, masked, spoiled);
+    machine.g.call.is_causal = true;
+    Numbers z(heads * tokens), rows(size);
+    clear(rows, size);
+    ScanShard shard{nodes,
+                    levels,
+                    2.0,
+                    t_most.get(),
+                    ends.data.get(),
+                    keys.data.get(),
+                    centres.data.get(),
+                    table.data.get(),
+                    slopes.data.get(),
+                    later.data.get(),
+                    true};
+    kernels.shard_forward(machine.g.call, shard, z.data.get());
+    kernels.shard_rows(machine.g, shard, z.data.get(), rows.data.get());
+    kernels.shard_backward(machine.g, shard);
+    if (!spoiled) {
+      machine.out.expect_finite(heads, tokens, dv);
+      if (std::fabs(scale) <= 100) {
+        machine.grad_query.expect_finite(heads, tokens, 1);
+        machine.grad_key.expect_finite(heads, tokens, 1);
+        machine.grad_value.expect_finite(heads, tokens, dv);
+      }
+    }
+    // Tables are those of this shard alone.
+    Numbers no_ends(2 * heads), no_keys(3 * heads);
+    forget();
+    std::copy_n(ends.data.get(), 2 * heads, no_ends.data.get());
+    clear(no_keys, 3 * heads);
+    shard.ends = no_ends.data.get();
+    shard.keys = no_keys.data.get();
+    shard.table = shard.slopes = shard.later = shard.centres = nullptr;
+    kernels.shard_tables(machine.g.call, shard,
+                         {ends.data.get(), keys.data.get(), centres.data.get(), table.data.get(),
+                          below(2) ? slopes.data.get() : nullptr});
+    std::swap(later.data, rows.data);
+  }
+}
+
 void run_kernels(const Kernels& kernels) {
   int calls = 0;
   for (int64_t n : {1, 2, 63, 65, 257, 600})
@@ -745,6 +854,11 @@ void run_kernels(const Kernels& kernels) {
   for (int64_t n : {1, 2, 65, 600, 4097})
     for (double scale : {0.0, -1.0, 30.0, 1e4}) {
       run_stages(kernels, n, scale);
+      ++calls;
+    }
+  for (int64_t n : {1, 2, 63, 65, 600, 2500})
+    for (double scale : {0.0, -1.0, 30.0, 1e4}) {
+      run_shards(kernels, n, scale);
       ++calls;
     }
   for (int64_t n_q : {0, 1, 2, 63, 65, 257}) {

@@ -47,9 +47,10 @@ class Call(ctypes.Structure):
         ("lead", c_int64 * MOST_LEAD),
         ("dims", c_int32),
         ("is_causal", c_int32),
+        ("is_gaussian", c_int32),
         *(
             (name, Strided)
-            for name in ("query", "key", "value", "attn_mask", "key_mask", "seed", "out")
+            for name in ("query", "key", "value", "attn_mask", "key_mask", "slopes", "seed", "out")
         ),
         ("lse", c_void_p),
         ("served", c_void_p),
@@ -64,6 +65,7 @@ class Gradient(ctypes.Structure):
             (name, Strided)
             for name in ("grad_out", "grad_lse", "grad_query", "grad_key", "grad_value")
         ),
+        *((name, Strided) for name in ("grad_key_mask", "grad_slopes")),
         ("row_norms", c_void_p),
     )
 

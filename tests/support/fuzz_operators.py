@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 SECONDS_PER_CALL = 60  # at most; under AddressSanitizer on a busy machine
+SECONDS_TO_START = 600  # until the first call: torch is loaded before
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 OTHER_DTYPES = [torch.int64, torch.int32, torch.bool, torch.uint8, torch.complex64]
 NUMBERS = [math.nan, math.inf, -math.inf, 0.0, -1.0, 0.5, 1e-320, 1e30, 1e308, -3.7, 2.0**53, 1e5]
@@ -57,6 +58,10 @@ class Draw:
     def numbers(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(shape, dtype=torch.float64).to(dtype or self.dtype)
 
+    def key_mask(self, *shape: int) -> Tensor:
+        ignored = torch.rand(shape) < 0.5
+        return ignored if self.random.random() < 0.5 else self.numbers(*shape)
+
     def extents(self, *shape: int) -> Tensor:
         rows = torch.tensor([-3.0, 3.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
         return rows.expand(*shape, 6).contiguous()
@@ -68,9 +73,16 @@ class Draw:
         """For a problem, a layer or a projection, whichever the operator takes."""
         names = [a.name for a in operator._schema.arguments]
         heads, n_q, n_k, dv = self.heads, self.n_q, self.n_k, self.dv
-        rank = self.random.choice([1, 1, 2, 17]) if "direct" in operator.name() else 1
-        causal = "scan" in operator.name()
+        direct = "direct" in operator.name()
+        if "cpu_varlen" in operator.name():  # all sequences by it, or not
+            direct = self.random.random() < 0.5
+        rank = self.random.choice([1, 1, 2, 17]) if direct else 1
+        sharded = "shard" in operator.name()
+        causal = sharded or "scan" in operator.name()
+        if sharded:
+            n_k = n_q
         lead, outer = (heads,), (heads,)
+        sums = torch.float64 if self.dtype == torch.float64 else torch.float32
         columns = dv
         if "weight" in names and "query" in names:  # a layer
             n_k = n_q
@@ -83,18 +95,22 @@ class Draw:
             "scale": 1.0,
             "dropout_p": 0.0,
             "is_causal": causal,
+            "is_gaussian": direct and self.random.random() < 0.5,
+            "slopes": None,
             "out": self.numbers(*outer, n_q, dv),
             "lse": self.numbers(*outer, n_q, dtype=torch.float64),
             "grad_out": self.numbers(*outer, n_q, dv),
             "grad_query": self.numbers(*lead, n_q, rank),
             "grad_key": self.numbers(*lead, n_k, rank),
             "grad_value": self.numbers(*outer, n_k, columns),
+            "grad_key_mask": self.numbers(*lead, n_k, dtype=sums),
+            "grad_slopes": self.numbers(*lead, dtype=torch.float64),
             "weight": self.numbers(heads, dv, columns),
             "query_starts": self.starts(n_q),
             "key_starts": self.starts(n_k),
             "cu_seqlens_q": self.starts(n_q),
             "cu_seqlens_k": self.starts(n_k),
-            "by_transform": torch.tensor([True, False]),
+            "by_transform": torch.tensor([not direct, False]),
             "extents": self.extents(heads, 2),
             "ranges": torch.tensor([ranges] * heads, dtype=torch.float64),
             "method": self.random.choice(["auto", "direct", "transform"]),
@@ -104,13 +120,15 @@ class Draw:
             valid |= {"x": self.numbers(2, n_q, 5), "weight": self.numbers(4, 5)}
         if "w_q" in names:
             valid |= self.layer()
+        if sharded:
+            valid |= self.shard()
         if "positions" in names:
             valid |= self.stream()
         if lead != outer:
             valid["extents"] = self.extents(2, 2 * heads)
         optional = {
             "attn_mask": self.numbers(*lead, n_q, n_k),
-            "key_mask": torch.rand(*outer, n_k) < 0.5,
+            "key_mask": self.key_mask(*outer, n_k),
             "seed": torch.arange(heads),
             "grad_lse": self.numbers(*outer, n_q, dtype=torch.float64),
             "bias": self.numbers(4),
@@ -125,6 +143,8 @@ class Draw:
                 "b_o": self.numbers(5),
                 "key_mask": torch.rand(2, n) < 0.5,
             }
+        if direct:
+            optional["slopes"] = self.numbers(*lead, dtype=torch.float64)
         for name, x in optional.items():
             valid[name] = x if self.random.random() < 0.3 else None
         if {"moments", "query_moments"} & set(names):
@@ -138,6 +158,25 @@ class Draw:
             valid["moments"] = self.numbers(sizes[0], dtype=torch.float64)
             valid["query_moments"] = self.numbers(sizes[1], dtype=torch.float64)
         return {name: valid[name] for name in names}
+
+    def shard(self) -> dict[str, Any]:
+        """The layout of shards, and what is known of earlier and later ones."""
+        heads, dv, features = self.heads, self.dv, 3 * 12
+        ends = torch.tensor([1.0, -1.0], dtype=torch.float64)
+        return {
+            "nodes": 12,
+            "levels": 1,
+            "ratio": 2.0,
+            "t_most": torch.full((heads,), 10.0, dtype=torch.float64),
+            "with_slopes": self.random.random() < 0.5,
+            "ends": ends.expand(heads, 2).contiguous(),
+            "keys": torch.ones(heads, 3, dtype=torch.float64),
+            "centres": self.numbers(heads, 2, dv, dtype=torch.float64),
+            "table": self.numbers(heads, features, dv + 1, dtype=torch.float64),
+            "slope_table": self.numbers(heads, features, dv + 1, dtype=torch.float64),
+            "later": self.numbers(heads, features, dv + 1, dtype=torch.float64),
+            "z": torch.rand(heads, self.n_q, dtype=torch.float64) + 1.0,
+        }
 
     def layer(self) -> dict[str, Any]:
         heads, n, width = self.heads, self.n_q, self.heads * self.dv
@@ -339,7 +378,7 @@ def _wait(child: subprocess.Popen, journal: Path) -> str:
             now = journal.read_text() if journal.exists() else ""
             if now != last:
                 last, since = now, time.monotonic()
-            elif time.monotonic() - since > SECONDS_PER_CALL:
+            elif time.monotonic() - since > (SECONDS_PER_CALL if now else SECONDS_TO_START):
                 child.kill()
                 since = math.inf
 

@@ -70,12 +70,15 @@ def dense(
     scale: float | None = None,
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
+    gaussian: bool = False,
+    added: Tensor | None = None,
     order: int = 0,
     **masks: Any,
 ) -> tuple[Tensor, Tensor]:
     """(out [..., n_q, dv], lse [..., n_q]) in the dtype of the inputs, differentiable.
 
-    `keep` [..., n_q, n_k] says which weights dropout left alive. Order 0 does it as PyTorch's own
+    `keep` [..., n_q, n_k] says which weights dropout left alive, and `added` is added to the
+    logits, which are -scale / 2 |q - k|^2 if `gaussian`. Order 0 does it as PyTorch's own
     SDPA, the root of the scale on either side; every other order is the same computation with
     other roundings: queries, keys and rank permuted, the scale divided unevenly.
     """
@@ -91,10 +94,16 @@ def dense(
         )
         to_query *= 1.0 + torch.rand((), generator=draw).item()
 
-    q = query[..., rows, :][..., ranks] * to_query
-    k = key[..., columns, :][..., ranks] * (scale / to_query)
+    q, k = query[..., rows, :][..., ranks], key[..., columns, :][..., ranks]
+    if gaussian:
+        gaps = (q[..., :, None, :] - k[..., None, :, :]) * to_query
+        logits = gaps.square().sum(-1) * (-0.5 * scale / to_query**2)
+    else:
+        logits = (q * to_query) @ (k * (scale / to_query)).transpose(-1, -2)
+    if added is not None:
+        logits = logits + added[..., rows, :][..., columns]
     bias = logit_bias(n_q, n_k, query.dtype, **masks, has_heads=query.ndim > 2)
-    logits = q @ k.transpose(-1, -2) + bias[..., rows, :][..., columns]
+    logits = logits + bias[..., rows, :][..., columns]
     # Rows that may attend to nothing are zeros by definition, with lse -inf and no gradient.
     dead = (logits == -math.inf).all(-1, keepdim=True)
     logits = logits.masked_fill(dead, 0.0)

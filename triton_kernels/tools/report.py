@@ -118,7 +118,7 @@ def launches(target: str) -> Launches:
     The direct kernels that a transform launches too are listed once, as those of `direct`.
     """
     query, value = torch.empty(1, N, 1, dtype=DTYPE), torch.empty(1, N, DV, dtype=DTYPE)
-    problem = Problem(query, query, value, None, None, None, 1.0, 0.0, False)
+    problem = Problem(query, query, value, *[None] * 4, 1.0, 0.0, False, False)
     saved = Saved(value, torch.empty(1, N, dtype=torch.float64))
     backward = OutputGradients(value, None), saved, problem
     weight = value.new_empty(1, DV, DV)

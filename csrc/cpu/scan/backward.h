@@ -22,7 +22,6 @@ struct ScanBackwardWork {
   int32_t* start;                 // [panels + 1]
   T *weight, *sloped;             // [kScanChunk][kScanChunk]
   T *values, *grads, *outs, *dv;  // [kScanChunk][width]
-  T* measured;                    // [2][kScanChunk][width]: values from either centre
   T* transposed;                  // [width][kScanChunk]: values
   T* node_sloped;                 // [features][kScanChunk]
   Centres<T> centres;
@@ -32,10 +31,10 @@ struct ScanBackwardWork {
   ScanBackwardWork(const ScanLayout& layout, int64_t begin, int64_t columns, int64_t width)
       : scratch(
             int64_t(sizeof(ScanChunk)) + 4 * (layout.panels() + 1) +
-                kScanChunk * int64_t(sizeof(T)) * (2 * kScanChunk + 7 * width + layout.features()) +
+                kScanChunk * int64_t(sizeof(T)) * (2 * kScanChunk + 5 * width + layout.features()) +
                 Centres<T>::bytes(width) + Features<T>::bytes(layout) +
                 2 * ScanTable<T>::bytes(layout.features(), width),
-            11 + Centres<T>::kPieces + Features<T>::kPieces + 2 * ScanTable<T>::kPieces),
+            10 + Centres<T>::kPieces + Features<T>::kPieces + 2 * ScanTable<T>::kPieces),
         chunk(*scratch.take<ScanChunk>(1)),
         start(scratch.take<int32_t>(layout.panels() + 1)),
         weight(scratch.take<T>(kScanChunk * kScanChunk)),
@@ -44,7 +43,6 @@ struct ScanBackwardWork {
         grads(scratch.take<T>(kScanChunk * width)),
         outs(scratch.take<T>(kScanChunk * width)),
         dv(scratch.take<T>(kScanChunk * width)),
-        measured(scratch.take<T>(2 * kScanChunk * width)),
         transposed(scratch.take<T>(width * kScanChunk)),
         node_sloped(scratch.take<T>(layout.features() * kScanChunk)),
         centres(begin, columns, width, scratch),
@@ -60,7 +58,7 @@ struct ScanBackward {
   const Attention& call = g.call;
   const ScanLayout& layout = head.layout;
   const int64_t h = head.h, segments = head.segments;
-  const Lagrange<T> basis{layout.nodes};
+  const ScanBasis<T> basis{layout};
   const int64_t features = layout.features();
   const int64_t widest = round_up(least(kScanColumns, call.dv), kLanes<T>);
   int64_t begin = 0, columns = 0, width = 0;
@@ -109,7 +107,7 @@ struct ScanBackward {
   double origin_of_row(const ScanChunk& chunk, int64_t i) const {
     return chunk.panel[i] == 0 ? head.mean : chunk.top[i];
   }
-  bool follow(Centres<T>& centres, const Ends& ends) const { return centres.follow(call, h, ends); }
+  bool follow(Centres<T>& centres, const Ends& ends) const { return centres.follow(head, ends); }
 
   // ---- rows ----
 
@@ -162,36 +160,66 @@ struct ScanBackward {
   void scan_rows(int64_t s) {
     ScanBackwardWork<T> work(layout, begin, columns, width);
     ScanChunk& chunk = work.chunk;
-    work.table.start();
-    work.slopes.start();
-    follow(work.centres, head.before.data[s * head.segment]);
+    follow(work.centres, head.before_segment(s));
+    start_tables(work, s);
     head.for_chunks(s, [&](int64_t c) {
       chunk.read(head, c);
       chunk.sort(layout, work.start);
-      const ChunkRows<T> values = values_of(chunk, work.values);
       const ChunkRows<T> grads = rows_of(g.grad_out, chunk, work.grads);
       const ChunkRows<T> outs = rows_of(call.out, chunk, work.outs);
       double delta[kScanChunk];
       find_delta(work, grads, outs, delta);
-      if (begin == 0) weigh_pairs(chunk, work.weight, row_z.data + chunk.first);
+      if (begin == 0) weigh_pairs(chunk, head.unit, work.weight, row_z.data + chunk.first);
       for (int64_t i = 0; i < chunk.rows; ++i)
         row_sum.data[chunk.first + i] = row_slope.data[chunk.first + i] = 0;
-      if (c > s * head.segment) read_rows(work, chunk.before, grads, delta);
-      if (chunk.keys == 0) return;
-      const T* shift = follow(work.centres, chunk.after) ? work.centres.shift : nullptr;
-      const ChunkValues<T> measured(values, chunk.keys, work.centres, work.measured);
-      work.features.compute(head, chunk, c);
-      add_slopes(work, measured, shift);
-      work.table.add_keys(work.features, measured, chunk.keys, shift);
+      if (c > s * head.segment || s == 0) read_rows(work, chunk.before, grads, delta);
+      add_chunk(work, c, true);
     });
-    if (s + 1 == segments) return;
+    if (s + 1 < segments) save_tables(work, s);
+  }
+  // Tables of earlier shards, or empty ones. Values and keys of the former are measured from 0 and
+  // from the ends; here they are measured from the centres and the origins.
+  void start_tables(ScanBackwardWork<T>& work, int64_t s) const {
+    if (s > 0 || !head.shard || !head.shard->slopes) {
+      work.table.start();
+      work.slopes.start();
+      return;
+    }
+    start_from_earlier(head, work.centres, work.table);
+    const Ends ends = head.earlier_ends();
+    const double* from = head.of_shard(head.shard->table);
+    const double* slope = head.of_shard(head.shard->slopes);
+    for (int64_t a = 0; a < features; ++a, from += call.dv + 1, slope += call.dv + 1) {
+      const End end = end_of(layout, int(a / layout.nodes));
+      const T* centre = work.centres.of(end);
+      const double by = ends.none() ? 0 : ends.at(end) - origin_of(end, ends);
+      const double of_z = slope[call.dv] + by * from[call.dv];
+      double* line = work.slopes.sums + a * width;
+      for (int64_t c = 0; c < width; ++c)
+        line[c] =
+            c < columns ? slope[begin + c] + by * from[begin + c] - of_z * double(centre[c]) : 0;
+      work.slopes.z[a] = of_z;
+    }
+    work.slopes.round();
+  }
+  void save_tables(const ScanBackwardWork<T>& work, int64_t s) {
     work.table.save(sums_of(sums, s), z.data + s * features);
     work.slopes.save(sums_of(slope_sums, s), slope_z.data + s * features);
+  }
+  // Adds the keys of a chunk to the tables.
+  void add_chunk(ScanBackwardWork<T>& work, int64_t c, bool with_slopes) {
+    const ScanChunk& chunk = work.chunk;
+    if (chunk.keys == 0) return;
+    const ChunkRows<T> values = values_of(chunk, work.values);
+    const T* shift = follow(work.centres, chunk.after) ? work.centres.shift : nullptr;
+    work.features.compute(head, chunk, c);
+    if (with_slopes) add_slopes(work, values, shift);
+    work.table.add_keys(work.features, values, work.centres.value, chunk.keys, shift);
   }
 
   // Moves the slopes to the chunk's ends and adds its keys; before the table itself is moved:
   // sum (s_j - new) w = moved (sum (s_j - old) w + (old - new) sum w).
-  void add_slopes(ScanBackwardWork<T>& work, const ChunkValues<T>& values, const T* shift) {
+  void add_slopes(ScanBackwardWork<T>& work, const ChunkRows<T>& values, const T* shift) {
     const ScanChunk& chunk = work.chunk;
     const Features<T>& at = work.features;
     T gap[3][kScanChunk];
@@ -222,18 +250,17 @@ struct ScanBackward {
         by[i] = double(reduce_sum<T>(total));
       }
       const double moves = moved_by[int(end)];
-      const ChunkRows<T>& rows = values.from[int(end)];
+      const ChunkValues<T> measured{values, work.centres.of(end)};
       const Strided<T> weights{sloped, kScanChunk, 1};
-      const auto values_row = [=](int j) { return rows[j]; };
       const auto of_node = [=](int i) { return int64_t(node[i]); };
       const T* shifted = shift && end != End::kMiddle ? shift + int(end) * row : nullptr;
       if (moves == 0 && !shifted && chunk.before.at(end) == chunk.after.at(end))
-        work.slopes.add(layout.nodes, chunk.keys, weights, values_row, of_node,
+        work.slopes.add(layout.nodes, chunk.keys, weights, measured, of_node,
                         [=](int i, int64_t column) BOLTZATTN_INLINED {
                           return load(slope_sums + node[i] * row + column);
                         });
       else
-        work.slopes.add(layout.nodes, chunk.keys, weights, values_row, of_node,
+        work.slopes.add(layout.nodes, chunk.keys, weights, measured, of_node,
                         [=](int i, int64_t column) BOLTZATTN_INLINED {
                           const int64_t a = node[i], from = a * row + column;
                           Vec<double> x = load(slope_sums + from) + load(table_sums + from) * moves;
@@ -246,13 +273,13 @@ struct ScanBackward {
     }
   }
 
-  // Makes the tables of each segment those of all segments up to it.
-  void join_rows() {
+  // Makes the tables of each of the first `count` segments those of all segments up to it.
+  void join_rows(int64_t count) {
     Scratch scratch(Centres<T>::bytes(width), Centres<T>::kPieces);
     Centres<T> centres(begin, columns, width, scratch);
-    for (int64_t s = 1; s + 1 < segments; ++s) {
-      const Ends& old = head.before.data[s * head.segment];
-      const Ends& now = head.before.data[(s + 1) * head.segment];
+    for (int64_t s = 1; s < count; ++s) {
+      const Ends& old = head.before_segment(s);
+      const Ends& now = head.before_segment(s + 1);
       if (old.none()) continue;
       follow(centres, old);
       const bool moved = follow(centres, now);
@@ -324,7 +351,8 @@ struct ScanBackward {
       const double* of_table = work.table.sums;
       work.table.add(
           layout.nodes, panel.rows, {work.weight, kScanChunk, 1},
-          [=](int k) { return grads[order[k]]; }, [=](int i) { return first + i; },
+          [=](int k, int64_t column) BOLTZATTN_INLINED { return load(grads[order[k]] + column); },
+          [=](int i) { return first + i; },
           [=](int i, int64_t column)
               BOLTZATTN_INLINED { return load(of_table + (first + i) * row + column); });
     }
@@ -358,8 +386,11 @@ struct ScanBackward {
   void sum_rows(int64_t s) {
     ScanBackwardWork<T> work(layout, begin, columns, width);
     ScanChunk& chunk = work.chunk;
-    work.table.start();
-    follow(work.centres, head.before.data[least(head.chunks, (s + 1) * head.segment)]);
+    follow(work.centres, head.before_segment(s + 1));
+    if (s + 1 < segments)
+      work.table.start();
+    else
+      start_from_later(work);
     head.for_chunks_backwards(s, [&](int64_t c) {
       chunk.read(head, c);
       chunk.sort(layout, work.start);
@@ -368,14 +399,14 @@ struct ScanBackward {
     });
     work.table.save(sums_of(sums, s), z.data + s * features);
   }
-  // Makes the table of each segment that of all segments from it on.
-  void join_keys() {
+  // Makes the table of each segment from `first` on that of all segments from it on.
+  void join_keys(int64_t first) {
     Scratch scratch(Centres<T>::bytes(width) + width * 8, Centres<T>::kPieces + 1);
     Centres<T> centres(begin, columns, width, scratch);
     double* moved = scratch.take<double>(width);
-    for (int64_t s = segments - 2; s > 0; --s) {
-      const Ends& old = head.before.data[(s + 1) * head.segment];
-      const Ends& now = head.before.data[s * head.segment];
+    for (int64_t s = segments - 2; s >= first; --s) {
+      const Ends& old = head.before_segment(s + 1);
+      const Ends& now = head.before_segment(s);
       if (now.none()) continue;
       follow(centres, old);
       const T* shift = follow(centres, now) ? centres.shift : nullptr;
@@ -393,11 +424,11 @@ struct ScanBackward {
   void scan_keys(int64_t s) {
     ScanBackwardWork<T> work(layout, begin, columns, width);
     ScanChunk& chunk = work.chunk;
+    follow(work.centres, head.before_segment(s + 1));
     if (s + 1 < segments)
       work.table.start(sums_of(sums, s + 1), z.data + (s + 1) * features);
     else
-      work.table.start();
-    follow(work.centres, head.before.data[least(head.chunks, (s + 1) * head.segment)]);
+      start_from_later(work);
     head.for_chunks_backwards(s, [&](int64_t c) {
       chunk.read(head, c);
       chunk.sort(layout, work.start);
@@ -415,6 +446,24 @@ struct ScanBackward {
       move_rows(work, chunk.after, chunk.before);
       add_rows(work, grads, outs);
     });
+  }
+
+  // The table over the rows of later shards, or an empty one. Its last column is -delta of all
+  // columns together, measured from 0; the first block of columns gets it.
+  void start_from_later(ScanBackwardWork<T>& work) const {
+    work.table.start();
+    if (!head.shard || !head.shard->later) return;
+    const double* from = head.of_shard(head.shard->later);
+    for (int64_t a = 0; a < features; ++a, from += call.dv + 1) {
+      const T* centre = work.centres.of(end_of(layout, int(a / layout.nodes)));
+      double delta = begin == 0 ? -from[call.dv] : 0;
+      for (int64_t c = 0; c < columns; ++c) {
+        work.table.sums[a * width + c] = from[begin + c];
+        delta -= from[begin + c] * double(centre[c]);
+      }
+      work.table.z[a] = delta;
+    }
+    work.table.round();
   }
 
   // Adds what the keys of a chunk have from the rows of later chunks.
@@ -466,7 +515,7 @@ struct ScanBackward {
     constexpr int L = kLanes<T>;
     const ScanChunk& chunk = work.chunk;
     double z_of_pairs[kScanChunk], delta[kScanChunk];
-    weigh_pairs(chunk, work.weight, z_of_pairs);
+    weigh_pairs(chunk, head.unit, work.weight, z_of_pairs);
     // Any delta will do, because it is corrected; this one is of the size of g . v_j.
     for (int64_t i = 0; i < chunk.rows; ++i)
       delta[i] = dot(grads[i], outs[i]) - grad_lse(chunk.first + i);
@@ -539,47 +588,43 @@ struct ScanBackward {
     }
   }
 
+  // Calls body() for one block of columns after another.
+  template <class Body>
+  void for_columns(Body body) {
+    for (begin = 0; begin < call.dv; begin += kScanColumns) {
+      columns = least(kScanColumns, call.dv - begin);
+      width = round_up(columns, kLanes<T>);
+      body();
+    }
+  }
+
   // Whether all results are finite.
   bool run() {
     for (Buffer<double>* one : {&dt, &ds, &row_z}) set_zero(one->data, padded);
     set_zero(odd.data, segments);
-    do {
-      columns = least(kScanColumns, call.dv - begin);
-      width = round_up(columns, kLanes<T>);
+    for_columns([&] {
       head.for_segments(0, [&](int64_t s) { scan_rows(s); });
-      join_rows();
+      join_rows(segments - 1);
       head.for_segments(1, [&](int64_t s) { finish_rows(s); });
       head.for_segments(1, [&](int64_t s) { sum_rows(s); });
-      join_keys();
+      join_keys(1);
       head.for_segments(0, [&](int64_t s) { scan_keys(s); });
-      begin += kScanColumns;
-    } while (begin < call.dv);
+    });
     double all = 0;
     for (int64_t s = 0; s < segments; ++s) all += odd.data[s];
     for (int64_t i = 0; i < padded; ++i) all += (dt.data[i] + ds.data[i]) * 0;
-    if (all != 0) return false;
-    write_numbers(dt.data, call.n_q, g.grad_query, call.scale);
-    write_numbers(ds.data, least(call.n_k, padded), g.grad_key, 1);
-    // keys after the last query
-    for (int64_t j = padded; j < call.n_k; ++j) {
-      const T zero = 0;
-      write_block(&zero, 0, 0, 1, 1, g.grad_key, h, j, 0);
-      write_block(&zero, 0, 0, 1, call.dv, g.grad_value, h, j, 0);
-    }
+    // A shard has no other way to go.
+    if (all != 0 && !head.shard) return false;
+    write_numbers<T>(dt.data, call.n_q, g.grad_query, h, call.scale);
+    write_numbers<T>(ds.data, least(call.n_k, padded), g.grad_key, h, 1);
+    zero_keys_from<T>(g, h, padded);
     return true;
-  }
-  void write_numbers(const double* from, int64_t count, const Matrix& m, double factor) const {
-    T block[kScanChunk];
-    for (int64_t first = 0; first < count; first += kScanChunk) {
-      const int64_t here = least(kScanChunk, count - first);
-      for (int64_t i = 0; i < here; ++i) block[i] = T(from[first + i] * factor);
-      write_block(block, 1, 0, here, 1, m, h, first, 0);
-    }
   }
 };
 
 template <class T>
 static void scan_backward(const AttentionGradient& g) {
+  if (is_biased(g.call) && g.call.n_q > 0) return biased_backward<T>(g);
   for_heads(g.call.heads, [&](int64_t h) {
     ScanHead head{g.call, h};
     if (head.chunks == 0 || !prepare(head) || !ScanBackward<T>{g, head}.run())

@@ -3,22 +3,20 @@
 // A head is cut into segments, which threads share. Each is scanned from an empty table; then the
 // tables of earlier segments are added up, and every row reads that sum.
 
-// Columns that are worked on together: tables stay in cache.
-constexpr int64_t kScanColumns = 256;
-
 // weight[i][j] = exp(t_i (s_j - top_i)) for the keys of the chunk that row i sees, else 0;
 // z[i] = their sum.
 template <class T>
-static void weigh_pairs(const ScanChunk& chunk, T* weight, double* z) {
+static void weigh_pairs(const ScanChunk& chunk, double unit, T* weight, double* z) {
   constexpr int L = kLanes<T>;
+  KeyGaps<T> from_low, from_high;
+  const double factor = kLog2e / unit;
   for (int64_t i = 0; i < chunk.rows; ++i) {
     T* line = weight + i * kScanChunk;
     const int64_t seen = chunk.seen[i];
-    scan_weights(chunk.t[i] * kLog2e, chunk.key, chunk.top[i], seen, line);
-    for (int64_t j = seen; j < kScanChunk; ++j) line[j] = 0;
-    Vec<T> sum{};
-    for (int64_t j = 0; j < seen; j += L) sum += load(line + j);
-    z[i] = double(reduce_sum<T>(sum));
+    KeyGaps<T>& gaps = chunk.t[i] >= 0 ? from_high : from_low;
+    gaps.measure(chunk.key, chunk.top[i], unit);
+    z[i] = powers_of_gaps(gaps, chunk.t[i] * factor, seen, line);
+    for (int64_t j = round_up(seen, L); j < kScanChunk; j += L) store(line + j, Vec<T>{});
   }
 }
 
@@ -35,6 +33,23 @@ static void sum_pairs(const ScanChunk& chunk, const T* weight, const ChunkRows<T
   }
 }
 
+// Starts the first segment of a shard from the table of earlier shards. Values in it are measured
+// from 0; here they are measured from the centres.
+template <class T>
+static void start_from_earlier(const ScanHead& head, const Centres<T>& centres,
+                               const ScanTable<T>& table) {
+  const int64_t features = table.features, width = table.width, dv = head.call.dv;
+  const double* from = head.of_shard(head.shard->table);
+  for (int64_t a = 0; a < features; ++a, from += dv + 1) {
+    const T* centre = centres.of(end_of(head.layout, int(a / head.layout.nodes)));
+    double* line = table.sums + a * width;
+    for (int64_t c = 0; c < width; ++c)
+      line[c] = c < centres.columns ? from[centres.begin + c] - from[dv] * double(centre[c]) : 0;
+    table.z[a] = from[dv];
+  }
+  table.round();
+}
+
 // Scratch of a segment.
 template <class T>
 struct ScanWork {
@@ -42,7 +57,7 @@ struct ScanWork {
   ScanChunk& chunk;
   int32_t* start;  // [panels + 1]
   T* weight;       // [kScanChunk][kScanChunk]: of pairs, or of nodes
-  T* block;        // [3][kScanChunk][width]: values, and from the centres
+  T* block;        // [kScanChunk][width]: values
   RowSums<T> sums;
   Centres<T> centres;
   Features<T> features;
@@ -50,14 +65,14 @@ struct ScanWork {
 
   ScanWork(const ScanLayout& layout, int64_t begin, int64_t columns, int64_t width)
       : scratch(int64_t(sizeof(ScanChunk)) + 4 * (layout.panels() + 1) +
-                    kScanChunk * ((kScanChunk + 4 * width) * int64_t(sizeof(T)) + 8) +
+                    kScanChunk * ((kScanChunk + 2 * width) * int64_t(sizeof(T)) + 8) +
                     Centres<T>::bytes(width) + Features<T>::bytes(layout) +
                     ScanTable<T>::bytes(layout.features(), width),
                 6 + Centres<T>::kPieces + Features<T>::kPieces + ScanTable<T>::kPieces),
         chunk(*scratch.take<ScanChunk>(1)),
         start(scratch.take<int32_t>(layout.panels() + 1)),
         weight(scratch.take<T>(kScanChunk * kScanChunk)),
-        block(scratch.take<T>(3 * kScanChunk * width)),
+        block(scratch.take<T>(kScanChunk * width)),
         sums{scratch.take<T>(kScanChunk * width), width, scratch.take<double>(kScanChunk)},
         centres(begin, columns, width, scratch),
         features(layout, scratch),
@@ -68,10 +83,11 @@ struct ScanWork {
 template <class T>
 struct ScanForward {
   ScanHead& head;
+  double* const kept_z = nullptr;  // [n_q]: z of the rows is kept here, if it is given
   const Attention& call = head.call;
   const ScanLayout& layout = head.layout;
   const int64_t segment = head.segment, segments = head.segments;
-  const Lagrange<T> basis{layout.nodes};
+  const ScanBasis<T> basis{layout};
   const int64_t features = layout.features();
   const int64_t widest = round_up(least(kScanColumns, call.dv), kLanes<T>);
   int64_t begin = 0, columns = 0, width = 0;
@@ -94,27 +110,28 @@ struct ScanForward {
   void scan(int64_t g) {
     ScanWork<T> work(layout, begin, columns, width);
     ScanChunk& chunk = work.chunk;
-    work.table.start();
-    work.centres.follow(call, head.h, head.before.data[g * segment]);
+    work.centres.follow(head, head.before_segment(g));
+    if (g == 0 && head.shard)
+      start_from_earlier(head, work.centres, work.table);
+    else
+      work.table.start();
     head.for_chunks(g, [&](int64_t c) {
       chunk.read(head, c);
       chunk.sort(layout, work.start);
       const ChunkRows<T> values(call.value, head.h, chunk.first, chunk.keys, chunk.key_tokens(call),
                                 begin, columns, work.block);
       const RowSums<T> to = g == 0 ? work.sums : waiting(chunk.first);
-      weigh_pairs(chunk, work.weight, to.z);
+      weigh_pairs(chunk, head.unit, work.weight, to.z);
       sum_pairs(chunk, work.weight, values, width, to);
       for (int64_t i = 0; i < chunk.rows; ++i)
         subtract(to[i], centre_of(work.centres, chunk, i), T(to.z[i]));
-      if (c > g * segment)
+      if (c > g * segment || g == 0)
         read_table(head, work.table, chunk.before, chunk, work.start, basis, work.weight, to);
       if (g == 0) write(chunk, work.centres, to, g);
       if (chunk.keys == 0) return;
-      const bool moved = work.centres.follow(call, head.h, chunk.after);
-      const ChunkValues<T> measured(values, chunk.keys, work.centres,
-                                    work.block + kScanChunk * width);
+      const bool moved = work.centres.follow(head, chunk.after);
       work.features.compute(head, chunk, c);
-      work.table.add_keys(work.features, measured, chunk.keys,
+      work.table.add_keys(work.features, values, work.centres.value, chunk.keys,
                           moved ? work.centres.shift : nullptr);
     });
     if (g + 1 == segments) return;
@@ -137,8 +154,8 @@ struct ScanForward {
       const Ends& old = head.before.data[g * segment];
       const Ends& now = head.before.data[(g + 1) * segment];
       if (old.none()) continue;
-      centres.follow(call, head.h, old);
-      const bool moved = centres.follow(call, head.h, now);
+      centres.follow(head, old);
+      const bool moved = centres.follow(head, now);
       for (int64_t a = 0; a < features; ++a) {
         const End end = end_of(layout, int(a / layout.nodes));
         const double factor = ::exp2(head.node.data[a] * (old.at(end) - now.at(end)));
@@ -160,7 +177,7 @@ struct ScanForward {
     const Ends& ends = head.before.data[g * segment];
     T* first_centres = work.block;
     work.table.start(sums.data + (g - 1) * features * width, z.data + (g - 1) * features);
-    work.centres.follow(call, head.h, ends);
+    work.centres.follow(head, ends);
     for (int64_t c = 0; c < 3 * width; ++c) first_centres[c] = work.centres.value[c];
     head.for_chunks(g, [&](int64_t c) {
       chunk.read(head, c);
@@ -169,7 +186,7 @@ struct ScanForward {
       double own_z[kScanChunk];
       for (int64_t i = 0; i < chunk.rows; ++i) own_z[i] = to.z[i];
       read_table(head, work.table, ends, chunk, work.start, basis, work.weight, to);
-      work.centres.follow(call, head.h, chunk.before);
+      work.centres.follow(head, chunk.before);
       // What was read is measured from the centres at the start of the segment.
       if (!work.centres.are_of(ends))
         for (int64_t i = 0; i < chunk.rows; ++i) {
@@ -191,6 +208,8 @@ struct ScanForward {
     double* lse = lse_of(call, head.h) + chunk.first;
     for (int64_t i = 0; i < chunk.rows; ++i)
       lse[i] = from.z[i] > 0 ? chunk.t[i] * chunk.top[i] + log_z[i] : -INFINITY;
+    if (kept_z && begin == 0)
+      for (int64_t i = 0; i < chunk.rows; ++i) kept_z[chunk.first + i] = from.z[i];
     Vec<T> strange{};
     const RowSums<T> to = in_out ? waiting(chunk.first) : from;
     for (int64_t i = 0; i < chunk.rows; ++i) {
@@ -228,6 +247,7 @@ struct ScanForward {
 template <class T>
 static void scan_forward(const Attention& call) {
   if (call.n_q == 0) return;
+  if (is_biased(call)) return biased_forward<T>(call);
   for_heads(call.heads, [&](int64_t h) {
     ScanHead head{call, h};
     if (!prepare(head) || !ScanForward<T>{head}.run()) direct_forward_heads<T>(call, h, h + 1);

@@ -77,9 +77,9 @@ static void append_one(const Attention& call, const Stream& s, int64_t h) {
   set_zero(value, s.width);
   read_block(call.value, h, 0, 0, 1, call.dv, value, 0, 1);
   for (int a = 0; a < features; ++a)
-    exponent[a] = s.positions[a] * (key - after.at(end_of(s.layout, a / nodes)));
+    exponent[a] = s.positions[a] * (key - after.at(end_of(s.layout, a / nodes))) * kLog2e;
   for (int a = features; a < round_up(features, L); ++a) exponent[a] = 0;
-  scan_weights(kLog2e, exponent, 0.0, features, weight);
+  powers_of_2(exponent, features, weight);
   const bool moves = before.high != after.high || before.low != after.low;
   for (int a = 0; a < features; ++a) {
     double moved = 1;
@@ -107,17 +107,20 @@ static void stream_append(const Attention& tokens, const Stream& s) {
     start_stream_head(head, s, ends_of(s, h));
     const ScanTable<double> table = table_of(s, h);
     const int64_t block = 1 + kScanChunk * s.width;
-    Scratch scratch(int64_t(sizeof(ScanChunk)) + block * 8 + Features<double>::bytes(s.layout),
-                    2 + Features<double>::kPieces);
+    Scratch scratch(
+        int64_t(sizeof(ScanChunk)) + (block + 3 * s.width) * 8 + Features<double>::bytes(s.layout),
+        3 + Features<double>::kPieces);
     ScanChunk& chunk = *scratch.take<ScanChunk>(1);
     double* rows = scratch.take<double>(block);
+    double* centres = scratch.take<double>(3 * s.width);  // 0: there are no gradients
+    set_zero(centres, 3 * s.width);
     Features<double> features(s.layout, scratch);
     for (int64_t c = 0; c < head.chunks; ++c) {
       chunk.read(head, c);
       const ChunkRows<double> values(call.value, h, chunk.first, chunk.keys, nullptr, 0, call.dv,
                                      rows);
       features.compute(head, chunk, c);
-      table.add_keys(features, ChunkValues<double>(values), chunk.keys, nullptr);
+      table.add_keys(features, values, centres, chunk.keys, nullptr);
       head.before.data[c + 1] = chunk.after;
     }
     s.ends[2 * h] = chunk.after.high;
@@ -134,7 +137,7 @@ static void stream_query(const Attention& queries, const Stream& s) {
   Attention call = queries;
   call.n_k = 0;
   call.key = call.query;  // a chunk has keys; there are none here
-  const Lagrange<double> basis(s.layout.nodes);
+  const ScanBasis<double> basis(s.layout);
   if (call.n_q == 0) return;
   for_heads(call.heads, [&](int64_t h) {
     ScanHead head{call, h};

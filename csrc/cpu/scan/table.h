@@ -31,9 +31,10 @@ struct Features {
   // Of the panels on which rows of chunks after c lie.
   void compute(const ScanHead& head, const ScanChunk& chunk, int64_t c) {
     const ScanLayout& layout = head.layout;
-    constexpr int L = kLanes<T>;
+    const double per_unit = 1 / head.unit;
     count = 0;
     for (int& one : first) one = 0;
+    KeyGaps<T> gaps;
     for (int p = 0; p < layout.panels(); ++p) {
       const End end = end_of(layout, p);
       if (head.last_row.data[p] > c)
@@ -41,16 +42,13 @@ struct Features {
       else
         continue;
       const double from = chunk.after.at(end);
+      gaps.measure(chunk.key, from, head.unit);
       const double back = chunk.before.none() ? -INFINITY : chunk.before.at(end) - from;
       for (int a = p * layout.nodes; a < (p + 1) * layout.nodes; ++a, ++count) {
         const double t = head.node.data[a];
         T* to = weight + count * kScanChunk;
-        scan_weights(t, chunk.key, from, chunk.keys, to);
-        for (int64_t j = chunk.keys; j < round_up(chunk.keys, L); ++j) to[j] = 0;
-        Vec<T> total{};
-        for (int64_t j = 0; j < chunk.keys; j += L) total += load(to + j);
         node[count] = a;
-        sum[count] = double(reduce_sum<T>(total));
+        sum[count] = powers_of_gaps(gaps, t * per_unit, chunk.keys, to);
         moved[count] = back == 0 ? 1 : back == -INFINITY ? 0 : ::exp2(t * back);
       }
     }
@@ -64,14 +62,6 @@ struct ChunkRows {
   int64_t row;
 
   const T* operator[](int64_t i) const { return data + i * row; }
-
-  // The same rows measured from `centre`, in `block`.
-  ChunkRows(const ChunkRows& from, int64_t count, const T* centre, int64_t width, T* block)
-      : data(block), row(width) {
-    for (int64_t j = 0; j < count; ++j)
-      for (int64_t c = 0; c < width; c += kLanes<T>)
-        store(block + j * width + c, load(from[j] + c) - load(centre + c));
-  }
 
   // Columns begin .. begin + columns of `count` rows from `first` on, in whole vectors; of the rows
   // first + token[i] if `token` is given.
@@ -114,33 +104,36 @@ struct Centres {
   bool are_of(const Ends& ends) const { return at_high == ends.at_high && at_low == ends.at_low; }
 
   // Moves to the values of the keys at `ends`; whether that changes them.
-  bool follow(const Attention& call, int64_t h, const Ends& ends) {
+  bool follow(const ScanHead& head, const Ends& ends) {
     if (ends.none() || are_of(ends)) return false;
     for (int64_t c = 0; c < 3 * width; ++c) shift[c] = value[c];
     at_high = ends.at_high;
     at_low = ends.at_low;
-    T* high = value + int(End::kHigh) * width;
-    T* low = value + int(End::kLow) * width;
-    read_block(call.value, h, at_high, begin, 1, columns, high, 0, 1);
-    read_block(call.value, h, at_low, begin, 1, columns, low, 0, 1);
+    read(head, at_high, 0, value + int(End::kHigh) * width);
+    read(head, at_low, 1, value + int(End::kLow) * width);
     for (int64_t c = 0; c < 3 * width; ++c) shift[c] -= value[c];
     return true;
   }
+
+ private:
+  void read(const ScanHead& head, int64_t token, int64_t end, T* to) const {
+    const Attention& call = head.call;
+    if (token != kEarlier)
+      return read_block(call.value, head.h, token, begin, 1, columns, to, 0, 1);
+    const double* from = head.shard->centres + (2 * head.h + end) * call.dv + begin;
+    for (int64_t c = 0; c < columns; ++c) to[c] = T(from[c]);
+  }
 };
 
-// The values of a chunk's keys, measured from each centre.
+// The values of a chunk's keys, measured from the centre of an End.
 template <class T>
 struct ChunkValues {
-  ChunkRows<T> from[3];
+  ChunkRows<T> rows;
+  const T* centre;
 
-  // As they are.
-  explicit ChunkValues(const ChunkRows<T>& values) : from{values, values, values} {}
-  // block: [2][kScanChunk][width]
-  ChunkValues(const ChunkRows<T>& values, int64_t keys, const Centres<T>& centres, T* block)
-      : from{values,
-             {values, keys, centres.of(End::kHigh), centres.width, block},
-             {values, keys, centres.of(End::kLow), centres.width,
-              block + kScanChunk * centres.width}} {}
+  BOLTZATTN_INLINED Vec<T> operator()(int j, int64_t column) const {
+    return load(rows[j] + column) - load(centre + column);
+  }
 };
 
 template <class T>
@@ -179,6 +172,10 @@ struct ScanTable {
     for (int64_t i = 0; i < features * width; ++i) rounded[i] = T(from_sums[i]);
     for (int64_t a = 0; a < features; ++a) z[a] = from_z[a];
   }
+  // After a change of `sums`.
+  void round() const {
+    for (int64_t i = 0; i < features * width; ++i) rounded[i] = T(sums[i]);
+  }
   void save(double* to_sums, double* to_z) const {
     __builtin_memcpy(to_sums, sums, size_t(features * width) * 8);
     __builtin_memcpy(to_z, z, size_t(features) * 8);
@@ -206,13 +203,16 @@ struct ScanTable {
   }
 
   // Rows of the table += weight rows, for `count` nodes: weight[i][k] is that of row k for node(i),
-  // and what(i, column) is what the row of node(i) was before.
+  // row(k, column) a vector of row k, and old(i, column) what the row of node(i) was before.
   template <class Row, class Node, class Old>
   void add(int count, int64_t rows, Strided<T> weight, Row row, Node node, Old old) const {
     constexpr int L = kLanes<T>;
     product<T>(
         count, int(width / L), int(rows), weight,
-        [=](int v, int k, auto& line) BOLTZATTN_INLINED { load(row(k) + v * L, line); },
+        [=](int v, int k, auto& line) BOLTZATTN_INLINED {
+          int u = 0;
+          for (auto& x : line) x = row(k, (v + u) * L), ++u;
+        },
         [=](int v, int i, auto& sum) BOLTZATTN_INLINED {
           int u = 0;
           for (auto& x : sum) {
@@ -223,69 +223,73 @@ struct ScanTable {
         });
   }
 
-  // Moves to the chunk's ends and adds its keys. `shift`: by how much the centres moved, or none.
-  void add_keys(const Features<T>& at, const ChunkValues<T>& values, int64_t keys,
+  // Moves to the chunk's ends and adds its keys. centre: [3][width], by End; `shift`: by how much
+  // the centres moved, or none.
+  void add_keys(const Features<T>& at, const ChunkRows<T>& values, const T* centre, int64_t keys,
                 const T* shift) const {
     for (int end = 0; end < 3; ++end)
-      add_keys(at, at.first[end], at.first[end + 1], values.from[end], keys,
+      add_keys(at, at.first[end], at.first[end + 1], {values, centre + end * width}, keys,
                shift && end > 0 ? shift + end * width : nullptr);
     for (int i = 0; i < at.count; ++i) z[at.node[i]] = z[at.node[i]] * at.moved[i] + at.sum[i];
   }
 
  private:
-  void add_keys(const Features<T>& at, int first, int last, const ChunkRows<T>& values,
+  void add_keys(const Features<T>& at, int first, int last, const ChunkValues<T>& values,
                 int64_t keys, const T* shift) const {
     const double *old_sums = sums, *old_z = z;
     const int64_t row = width;
     const int32_t* node = at.node + first;
     const double* moved = at.moved + first;
     const auto of_node = [=](int i) { return int64_t(node[i]); };
-    const auto values_row = [=](int j) { return values[j]; };
     const Strided<T> weights{at.weight + first * kScanChunk, kScanChunk, 1};
     if (shift)
-      add(last - first, keys, weights, values_row, of_node,
+      add(last - first, keys, weights, values, of_node,
           [=](int i, int64_t column) BOLTZATTN_INLINED {
             return (load(old_sums + node[i] * row + column) +
                     widened(shift + column) * old_z[node[i]]) *
                    moved[i];
           });
     else
-      add(last - first, keys, weights, values_row, of_node,
+      add(last - first, keys, weights, values, of_node,
           [=](int i, int64_t column)
               BOLTZATTN_INLINED { return load(old_sums + node[i] * row + column) * moved[i]; });
   }
 };
 
-// What the rows of a chunk on one panel read from a table, or add to it: weight[a][k] is that of
-// node a for row order[k], relative to the row's top key. `ends` are those of the table.
+// The basis of outer panels: Lagrange's with poles at the mirror images of the nodes,
+//   weight[a] = prod_{b != a} (x - x_b) / (x_a - x_b) prod_b (x_a + x_b) / (x + x_b).
 template <class T>
-struct PanelRows {
+struct MirrorLagrange : Lagrange<T> {
+  MirrorLagrange(int count, double ratio) {
+    this->nodes = count;
+    for (int a = 0; a < count; ++a) this->node[a] = outer_node(count, ratio, a);
+    this->find_factors();
+    for (int a = 0; a < count; ++a)
+      for (int b = 0; b < count; ++b) this->factor[a] *= this->node[a] + this->node[b];
+  }
+  void weigh(const double* place, int64_t count, T* weight, int64_t stride) const {
+    Lagrange<T>::weigh(place, count, weight, stride, [&](Vec<double> x) {
+      Vec<double> poles = splat<double>(1);
+      for (int b = 0; b < this->nodes; ++b) poles *= x + this->node[b];
+      return 1.0 / poles;
+    });
+  }
+};
+
+template <class T>
+struct ScanBasis {
+  Lagrange<T> central;
+  MirrorLagrange<T> outer;
+  explicit ScanBasis(const ScanLayout& layout)
+      : central(layout.nodes), outer(layout.nodes, layout.ratio) {}
+};
+
+// The rows of a chunk that lie on one panel, with weights on its nodes: weight[a][k] is that of
+// node a for row order[k].
+template <class T>
+struct WeighedRows {
   int64_t rows, padded;
   const int32_t* order;
-
-  // False if no row lies on the panel.
-  bool weigh(const ScanLayout& layout, int panel, const Ends& ends, const ScanChunk& chunk,
-             const int32_t* start, const Lagrange<T>& basis, T* weight) {
-    constexpr int L = kLanes<T>;
-    order = chunk.order + start[panel];
-    rows = start[panel + 1] - start[panel];
-    padded = round_up(rows, L);
-    if (rows == 0) return false;
-    double place[kScanChunk], exponent[kScanChunk];
-    T factor[kScanChunk];
-    const double from = ends.at(end_of(layout, panel));
-    for (int64_t k = 0; k < padded; ++k) {
-      const int64_t at = k < rows ? k : 0;
-      place[k] = chunk.place[start[panel] + at];
-      exponent[k] = chunk.t[order[at]] * (from - chunk.top[order[at]]);
-    }
-    scan_weights(kLog2e, exponent, 0.0, padded, factor);
-    basis.weigh(place, padded, weight, kScanChunk);
-    for (int a = 0; a < layout.nodes; ++a)
-      for (int64_t k = 0; k < padded; k += L)
-        store(weight + a * kScanChunk + k, load(weight + a * kScanChunk + k) * load(factor + k));
-    return true;
-  }
 
   // to[k] = sum_a weight[a][k] of_node[a]
   void dot(const T* weight, const double* of_node, int nodes, T* to) const {
@@ -306,6 +310,48 @@ struct PanelRows {
         [=](int v, int a, auto& line) BOLTZATTN_INLINED { load(table + a * width + v * L, line); },
         finish);
   }
+
+ protected:
+  // False if no row lies on the panel.
+  bool choose(const int32_t* of_chunk, const int32_t* start, int panel) {
+    order = of_chunk + start[panel];
+    rows = start[panel + 1] - start[panel];
+    padded = round_up(rows, kLanes<T>);
+    return rows > 0;
+  }
+  void multiply(T* weight, const T* factor, int nodes) const {
+    for (int a = 0; a < nodes; ++a)
+      for (int64_t k = 0; k < padded; k += kLanes<T>)
+        store(weight + a * kScanChunk + k, load(weight + a * kScanChunk + k) * load(factor + k));
+  }
+};
+
+// What these rows read from a table, or add to it, relative to the row's top key. `ends` are those
+// of the table.
+template <class T>
+struct PanelRows : WeighedRows<T> {
+  using WeighedRows<T>::order, WeighedRows<T>::rows, WeighedRows<T>::padded;
+
+  // False if no row lies on the panel.
+  bool weigh(const ScanLayout& layout, int panel, const Ends& ends, const ScanChunk& chunk,
+             const int32_t* start, const ScanBasis<T>& basis, T* weight) {
+    if (!this->choose(chunk.order, start, panel)) return false;
+    double place[kScanChunk], exponent[kScanChunk];
+    T factor[kScanChunk];
+    const double from = ends.at(end_of(layout, panel));
+    for (int64_t k = 0; k < padded; ++k) {
+      const int64_t at = k < rows ? k : 0;
+      place[k] = chunk.place[start[panel] + at];
+      exponent[k] = chunk.t[order[at]] * (from - chunk.top[order[at]]) * kLog2e;
+    }
+    powers_of_2(exponent, padded, factor);
+    if (panel == 0)
+      basis.central.weigh(place, padded, weight, kScanChunk);
+    else
+      basis.outer.weigh(place, padded, weight, kScanChunk);
+    this->multiply(weight, factor, layout.nodes);
+    return true;
+  }
 };
 
 // Sums of the rows of a chunk, relative to the weight of their top keys.
@@ -321,7 +367,7 @@ struct RowSums {
 // Adds what a table holds for the rows of a chunk.
 template <class T>
 static void read_table(const ScanHead& head, const ScanTable<T>& table, const Ends& ends,
-                       const ScanChunk& chunk, const int32_t* start, const Lagrange<T>& basis,
+                       const ScanChunk& chunk, const int32_t* start, const ScanBasis<T>& basis,
                        T* weight, const RowSums<T>& to) {
   constexpr int L = kLanes<T>;
   const ScanLayout& layout = head.layout;

@@ -16,7 +16,11 @@ struct Strided {
 //   line(v, p, to)    reads row p of B,
 //   finish(v, i, sum) takes row i of the product.
 // Depth 0 means `k` is known only at run time; a rank is known when the kernel is compiled.
-template <class T, int Rows, int Vectors, int Depth, class Line, class Finish>
+// Fused: products are not rounded before they are added, which is faster and more accurate, but
+// a b + c d and c d + a b may differ.
+// Gaps: the squares (a - b)^2 are added up, not the products a b.
+template <class T, int Rows, int Vectors, int Depth, bool Fused, bool Gaps, class Line,
+          class Finish>
 BOLTZATTN_INLINE void product_tile(int i, int v, int k, Strided<T> a, Line line, Finish finish) {
   Vec<T> sum[Rows][Vectors] = {};
   const int depth = Depth ? Depth : k;
@@ -27,7 +31,13 @@ BOLTZATTN_INLINE void product_tile(int i, int v, int k, Strided<T> a, Line line,
     for (int r = 0; r < Rows; ++r) {
       const Vec<T> x = splat(a.data[r * a.row]);
 #pragma GCC unroll 4
-      for (int u = 0; u < Vectors; ++u) to[r][u] += x * of_b[u];
+      for (int u = 0; u < Vectors; ++u) {
+        const Vec<T> one = Gaps ? x - of_b[u] : x, other = Gaps ? one : of_b[u];
+        if constexpr (Fused)
+          to[r][u] += one * other;
+        else
+          to[r][u] += rounded_product<T>(one, other);
+      }
     }
     a.data += a.column;
   };
@@ -45,14 +55,15 @@ BOLTZATTN_INLINE void product_tile(int i, int v, int k, Strided<T> a, Line line,
   for (int r = 0; r < Rows; ++r) finish(v, i + r, sum[r]);
 }
 
-template <class T, int Rows, int Depth, class Line, class Finish>
+template <class T, int Rows, int Depth, bool Fused = true, bool Gaps = false, class Line,
+          class Finish>
 BOLTZATTN_INLINE void product_rows(int i, int vectors, int k, Strided<T> a, Line line,
                                    Finish finish) {
   a.data += int64_t(i) * a.row;
   int v = 0;
   for (; v + kPanel <= vectors; v += kPanel)
-    product_tile<T, Rows, kPanel, Depth>(i, v, k, a, line, finish);
-  for (; v < vectors; ++v) product_tile<T, Rows, 1, Depth>(i, v, k, a, line, finish);
+    product_tile<T, Rows, kPanel, Depth, Fused, Gaps>(i, v, k, a, line, finish);
+  for (; v < vectors; ++v) product_tile<T, Rows, 1, Depth, Fused, Gaps>(i, v, k, a, line, finish);
 }
 
 // All rows, in tiles as tall as the registers allow. The remaining rows are split evenly, because a

@@ -101,20 +101,53 @@ template <class T>
 BOLTZATTN_INLINE Vec<T> splat(T x) {
   return x - Vec<T>{};
 }
+// The product, rounded before anything is added to it: not fused with the addition.
+template <class T>
+BOLTZATTN_INLINE Vec<T> rounded_product(Vec<T> a, Vec<T> b) {
+  Vec<T> product = a * b;
+  // An empty instruction that the product passes through. (clang fuses within an expression only;
+  // GCC takes vectors apart for __builtin_assoc_barrier.)
+#if defined(__GNUC__) && !defined(__clang__) && defined(BOLTZATTN_FUSED_PRODUCTS)
+  asm("" : "+v"(product));
+#elif defined(__GNUC__) && !defined(__clang__) && defined(__aarch64__) && \
+    BOLTZATTN_VECTOR_BYTES == 16
+  asm("" : "+w"(product));
+#endif
+  return product;
+}
 template <class T>
 BOLTZATTN_INLINE Vec<T> larger(Vec<T> a, Vec<T> b) {
   return a > b ? a : b;
 }
-// Folds a vector in halves: log2(lanes) steps in a fixed order.
+// The lanes with numbers below `count` keep x, the others become 0.
+template <int... I>
+BOLTZATTN_INLINE Bits<float> lane_numbers(std::integer_sequence<int, I...>) {
+  return Bits<float>{I...};
+}
+template <int... I>
+BOLTZATTN_INLINE Bits<double> wide_lane_numbers(std::integer_sequence<int, I...>) {
+  return Bits<double>{I...};
+}
+BOLTZATTN_INLINE Vec<float> first_lanes(Vec<float> x, int64_t count) {
+  const auto lane = lane_numbers(std::make_integer_sequence<int, kLanes<float>>{});
+  return lane < int32_t(count) ? x : Vec<float>{};
+}
+BOLTZATTN_INLINE Vec<double> first_lanes(Vec<double> x, int64_t count) {
+  const auto lane = wide_lane_numbers(std::make_integer_sequence<int, kLanes<double>>{});
+  return lane < count ? x : Vec<double>{};
+}
+// Folds a vector in halves: log2(lanes) steps in a fixed order. (By shuffles: through memory, each
+// step would wait for a store.)
 template <class T, int N>
 struct Fold {
-  typedef T half __attribute__((vector_size(N / 2 * sizeof(T))));
+  template <class V, class Op, int... I>
+  BOLTZATTN_INLINE T run(V v, Op op, std::integer_sequence<int, I...>) {
+    return Fold<T, N / 2>::run(
+        op(__builtin_shufflevector(v, v, I...), __builtin_shufflevector(v, v, (I + N / 2)...)), op);
+  }
   template <class V, class Op>
   BOLTZATTN_INLINE T run(V v, Op op) {
-    half low, high;
-    __builtin_memcpy(&low, &v, sizeof low);
-    __builtin_memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
-    return Fold<T, N / 2>::run(op(low, high), op);
+    return run(v, op, std::make_integer_sequence<int, N / 2>{});
   }
 };
 template <class T>

@@ -53,6 +53,31 @@ struct Buffer {
     allow(data, size * int64_t(sizeof(T)));
   }
 };
+// An array that grows.
+template <class T>
+struct List {
+  T* data = nullptr;
+  int64_t size = 0, room = 0;
+  List() = default;
+  ~List() { std::free(data); }
+  List(const List&) = delete;
+  List& operator=(const List&) = delete;
+
+  T& operator[](int64_t i) { return data[i]; }
+  const T& operator[](int64_t i) const { return data[i]; }
+  const T& back() const { return data[size - 1]; }
+  void pop() { --size; }
+  void push(const T& x) {
+    if (size == room) {
+      room = room ? 2 * room : 64;
+      void* grown = std::realloc(data, size_t(room) * sizeof(T));
+      if (!grown) throw_out_of_memory(room * int64_t(sizeof(T)));
+      data = static_cast<T*>(grown);
+    }
+    data[size++] = x;
+  }
+};
+
 template <class T>
 BOLTZATTN_INLINE void set_zero(T* data, int64_t size) {
   __builtin_memset(data, 0, size_t(size) * sizeof(T));

@@ -5,7 +5,7 @@
 // loses no accuracy.
 
 // dF at the query nodes (column dv: the gradient of lse), and the gradient of the queries:
-// dt_i = dO_i . F'(t_i) + dlse_i E[s].
+// dq_i = scale (dO_i . F'(t_i) + dlse_i E[s]).
 template <class T>
 static void sum_query_moments(const Head<T>& head, const AttentionGradient& g,
                               double* query_moments) {
@@ -15,20 +15,20 @@ static void sum_query_moments(const Head<T>& head, const AttentionGradient& g,
   sum_over_panels(
       head, false, g.grad_out, dv, g.grad_lse ? &g.grad_lse : nullptr, head.row_size, query_moments,
       [&](int panel, const Tile& tile, int64_t begin, int64_t width, const T* weight, Rows<T> rows,
-          const T* centre, double* dt) {
+          const T* centre, double* dq) {
         const T* table = slopes.wide.data + int64_t(panel) * p * slopes.size;
-        dot_with_table(p, tile.tokens, width, weight, table + begin, slopes.size, rows, centre, dt);
+        dot_with_table(p, tile.tokens, width, weight, table + begin, slopes.size, rows, centre, dq);
         if (begin + width < dv) return;
-        alignas(64) T mean[kTile];
-        if (g.grad_lse) blend(p, tile.tokens, weight, slopes.last.data + panel * p, mean);
-        const double reference = reference_key(head.layout, panel);
+        alignas(64) T from_mean[kTile];
+        if (g.grad_lse) blend(p, tile.tokens, weight, slopes.last.data + panel * p, from_mean);
+        const double mean = head.panel_mean.data[panel];
         for (int64_t i = 0; i < tile.tokens; ++i) {
           const int64_t at = tile.first + tile.order[i];
           double grad_lse = 0;
           if (g.grad_lse) read_column(g.grad_lse, h, at, 1, &grad_lse);
-          const double from_lse = g.grad_lse ? grad_lse * (reference + double(mean[i])) : 0;
-          const T dq = T((dt[i] + from_lse) * head.call.scale);
-          write_block(&dq, 0, 0, 1, 1, g.grad_query, h, at, 0);
+          const double from_lse = g.grad_lse ? grad_lse * (mean + double(from_mean[i])) : 0;
+          const T gradient = T(dq[i] + from_lse * head.call.scale);
+          write_block(&gradient, 0, 0, 1, 1, g.grad_query, h, at, 0);
         }
       });
 }

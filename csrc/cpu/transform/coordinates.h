@@ -78,21 +78,32 @@ struct Lagrange {
 
   explicit Lagrange(int count) : nodes(count) {
     for (int a = 0; a < nodes; ++a) node[a] = chebyshev_node(nodes, a);
+    find_factors();
+  }
+
+  // place[count] -> weight[nodes][stride]
+  void weigh(const double* place, int64_t count, T* weight, int64_t stride = kTile) const {
+    weigh(place, count, weight, stride, [](Vec<double>) { return splat<double>(1); });
+  }
+
+ protected:
+  Lagrange() = default;
+  void find_factors() {
     for (int a = 0; a < nodes; ++a) {
       factor[a] = 1;
       for (int b = 0; b < nodes; ++b)
         if (b != a) factor[a] /= node[a] - node[b];
     }
   }
-
-  // place[count] -> weight[nodes][stride]
-  void weigh(const double* place, int64_t count, T* weight, int64_t stride = kTile) const {
+  // All weights times common(x).
+  template <class Common>
+  void weigh(const double* place, int64_t count, T* weight, int64_t stride, Common common) const {
     constexpr int L = kLanes<double>;
     typedef T Narrow __attribute__((vector_size(L * sizeof(T))));
     Vec<double> left[kMostNodes];
     for (int64_t i = 0; i < count; i += L) {
       const Vec<double> x = load(place + i);
-      Vec<double> product = splat<double>(1);
+      Vec<double> product = common(x);
       for (int a = 0; a < nodes; ++a) {
         left[a] = product * factor[a];
         product *= x - node[a];

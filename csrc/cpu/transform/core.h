@@ -149,6 +149,7 @@ static Bounds run_core(Head<T>& head, bool slopes) {
   head.node_out.resize(head.query_nodes() * row_size);
   head.inverse_z.resize(head.query_nodes());
   if (slopes) head.node_slope.resize(head.query_nodes() * row_size);
+  if (slopes) head.panel_mean.resize(panels);
   const int64_t per_task = 4;
   parallel(ceil_div(panels, per_task), [&](int64_t task) {
     const int64_t e_row = Nodes::row_of(kRun * q);
@@ -193,7 +194,16 @@ static Bounds run_core(Head<T>& head, bool slopes) {
         double* derivative = slope + i * row_size;
         for (int64_t c = 0; c <= dv; ++c) derivative[c] *= inverse[i];
         const double mean = derivative[dv];
-        for (int64_t c = 0; c < dv; ++c) derivative[c] -= row[c] * mean;
+        // Scaled here: values times keys may overflow T where the gradient does not.
+        for (int64_t c = 0; c < dv; ++c)
+          derivative[c] = (derivative[c] - row[c] * mean) * head.call.scale;
+      }
+      if (slopes) {
+        // Interpolation in T rounds relative to the table. An end key may be far from all keys that
+        // have weight, so the mean key is measured from its value in the middle of the panel.
+        const double middle = slope[p / 2 * row_size + dv];
+        for (int i = 0; i < p; ++i) slope[i * row_size + dv] -= middle;
+        head.panel_mean.data[panel] = reference + middle;
       }
       query_errors.of(layout, f, row_size, dv, scratch.data, bound.query, bound.lse);
     }

@@ -1,12 +1,6 @@
 // The transform of all heads of a call; a head that it cannot serve goes to `direct`. Included
 // inside an ISA's namespace.
 
-// Each thread takes whole heads if there are many; all threads share each head if there are few.
-template <class Body>
-static void for_heads(int64_t heads, Body body) {
-  heads >= thread_count() ? parallel(heads, body) : serial(heads, body);
-}
-
 // Fills `range`; false if this head is not for the transform.
 template <class T>
 static bool find_range(Head<T>& head) {
@@ -94,6 +88,7 @@ static bool build(Head<T>& head, bool slopes) {
 
 template <class T>
 static void transform_forward(const Attention& call) {
+  if (is_lookup(call)) return lookup_forward<T>(call);
   for_heads(call.heads, [&](int64_t h) {
     Head<T> head(call, h);
     build(head, false) ? evaluate(head) : direct_forward_heads<T>(call, h, h + 1);
@@ -102,6 +97,7 @@ static void transform_forward(const Attention& call) {
 
 template <class T>
 static void transform_backward(const AttentionGradient& g) {
+  if (is_lookup(g.call)) return lookup_backward<T>(g);
   for_heads(g.call.heads, [&](int64_t h) {
     Head<T> head(g.call, h);
     build(head, true) ? write_gradients(head, g) : direct_backward_heads<T>(g, h, h + 1);
@@ -131,6 +127,7 @@ static bool layer_backward(const AttentionGradient& g, const Layer& layer) {
 
 template <class T>
 static void transform_report(const Attention& call, TransformReport* reports) {
+  if (is_lookup(call)) return lookup_report<T>(call, reports);
   for_heads(call.heads, [&](int64_t h) {
     Head<T> head(call, h);
     const bool served = build(head, false);

@@ -46,7 +46,7 @@ static void serial(int64_t tasks, Body&& body) {
   for (int64_t task = 0; task < tasks; ++task) body(task);
 }
 
-// Reads which keys are masked; false if the mask is a bias.
+// Reads which keys are masked; false if the mask is floating, a bias.
 static bool read_mask(const Attention& call, int64_t h, int64_t first, int64_t count,
                       uint8_t* skip) {
   const Matrix& m = call.key_mask;
@@ -58,12 +58,21 @@ static bool read_mask(const Attention& call, int64_t h, int64_t first, int64_t c
   }
   double bias[kChunk];
   read_block(m, h, 0, first, 1, count, bias, 0, 1);
-  bool plain = true;
-  for (int64_t j = 0; j < count; ++j) {
-    skip[j] = bias[j] == -INFINITY;
-    plain &= bias[j] == 0 || bias[j] == -INFINITY;
+  for (int64_t j = 0; j < count; ++j) skip[j] = bias[j] == -INFINITY;
+  return false;
+}
+
+// Reads what is added to the logits of keys, and which keys are hidden.
+static void read_bias(const Attention& call, int64_t h, int64_t first, int64_t count, double* bias,
+                      uint8_t* skip) {
+  read_mask(call, h, first, count, skip);
+  if (call.key_mask && call.key_mask.dtype != DType::kBool) {
+    read_block(call.key_mask, h, 0, first, 1, count, bias, 0, 1);
+  } else {
+    for (int64_t j = 0; j < count; ++j) bias[j] = 0;
   }
-  return plain;
+  for (int64_t j = 0; j < count; ++j)
+    if (skip[j]) bias[j] = 0;
 }
 
 static void find_extents(const Attention& call, int64_t h, Extent& queries, Extent& keys) {

@@ -33,7 +33,8 @@ struct Head {
 
   Buffer<double> moments[2];  // measured from either end: [key nodes][row_size]
   Buffer<double> node_out;    // [query nodes][row_size]: F - centre, and log Z in column dv
-  Buffer<double> node_slope;  // the same of F', and mean key - reference in column dv
+  Buffer<double> node_slope;  // the same of scale F', and in column dv mean key - panel_mean
+  Buffer<double> panel_mean;  // [query panels]: the mean key at the middle node of the panel
   Buffer<double> inverse_z;   // [query nodes]
 
   Head(const Attention& a, int64_t head, const Layer* of = nullptr)

@@ -21,12 +21,23 @@ import torch
 from boltzattn.dispatch import native
 from boltzattn.dispatch.extension import cpu_unavailable, cuda_unavailable
 from boltzattn.dispatch.torch_modes import full_precision
-from boltzattn.problem import DTYPES, Kernels, LayerKernels, Problem, StreamKernels
+from boltzattn.problem import (
+    DTYPES,
+    Gradients,
+    Kernels,
+    LayerKernels,
+    OutputGradients,
+    Problem,
+    Saved,
+    StreamKernels,
+)
 from boltzattn.reference import direct as reference_direct
 from boltzattn.reference import scan as reference_scan
+from boltzattn.reference import scan_stages as reference_scan_stages
 from boltzattn.reference import stages as reference_stages
 from boltzattn.reference import stream as reference_stream
 from boltzattn.reference import transform as reference_transform
+from boltzattn.transform.scan_shards import ScanStages
 from boltzattn.transform.stages import Stages
 
 METHODS = ("direct", "transform")
@@ -47,6 +58,9 @@ class Request(NamedTuple):
     is_causal: bool = False
     attn_mask: bool = False
     dropout: bool = False
+    key_bias: bool = False
+    slopes: bool = False
+    gaussian: bool = False
     mask_gradient: bool = False
 
     @classmethod
@@ -65,6 +79,9 @@ class Request(NamedTuple):
             problem.is_causal,
             problem.attn_mask is not None,
             problem.dropout_p > 0.0,
+            problem.key_bias is not None,
+            problem.slopes is not None,
+            problem.is_gaussian,
             mask_gradient,
         )
 
@@ -84,8 +101,10 @@ def _transform_why_not(request: Request) -> list[str]:
         reasons.append("transform takes no attn_mask (it takes key_padding_mask and is_causal)")
     if request.dropout:
         reasons.append("transform never forms the weights that dropout_p would drop")
+    if request.slopes and not request.is_causal:
+        reasons.append("transform takes alibi_slopes only with is_causal=True")
     if request.mask_gradient:
-        reasons.append("transform computes no gradient for a mask; detach() the mask")
+        reasons.append("transform computes no gradient for attn_mask; detach() the mask")
     return reasons
 
 
@@ -98,7 +117,7 @@ class Operation(NamedTuple):
 
 OPERATIONS = {
     "direct": Operation("attention over all pairs, any rank"),
-    "dense": Operation("the gradient of a mask (detach() it, or take backend 'reference')"),
+    "dense": Operation("the gradient of attn_mask (detach() it, or take backend 'reference')"),
     "transform": Operation("rank-1 attention in linear time", _transform_why_not),
     "scan": Operation("the transform with `is_causal`, in one pass", _transform_why_not),
     "varlen": Operation("all sequences of `attention_varlen` in one kernel"),
@@ -106,6 +125,9 @@ OPERATIONS = {
     "small_layer": Operation("`self_attention` of few tokens in one kernel"),
     "project": Operation("rank-1 queries and keys of a layer in one pass"),
     "stages": Operation("the transform in stages, for `distributed`", _transform_why_not),
+    "scan_stages": Operation(
+        "the scan in stages, for causal calls of `distributed`", _transform_why_not
+    ),
     "stream": Operation("the state of `StreamingAttention`"),
 }
 
@@ -126,6 +148,15 @@ class Implementation(NamedTuple):
     load: Callable[[], Any]
     dtypes: tuple[torch.dtype, ...] = DTYPES
     largest_rank: int | None = None
+    lacks: tuple[str, ...] = ()  # names of FEATURES
+
+
+# What not every kernel takes: fields of Request, and the arguments that ask for them.
+FEATURES = {
+    "key_bias": "key_bias (or a floating key_padding_mask)",
+    "slopes": "alibi_slopes",
+    "gaussian": "score='gaussian'",
+}
 
 
 def _triton_module(name: str) -> Any:
@@ -149,6 +180,19 @@ def _by_torch(*functions: Callable) -> list[Callable]:
         return run
 
     return [in_full_precision(function) for function in functions]
+
+
+def _with_bias_gradient(kernels: Kernels) -> Kernels:
+    """Kernels that add a bias per key, with its gradient by the reference."""
+    by_reference = _by_torch(reference_direct.backward)[0]
+
+    def backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradients:
+        found = kernels.backward(grads, saved, problem)
+        if problem.key_bias is None:
+            return found
+        return found._replace(key_mask=by_reference(grads, saved, problem).key_mask)
+
+    return Kernels(kernels.forward, backward)
 
 
 def _triton_unavailable() -> str | None:
@@ -203,6 +247,9 @@ class Backend:
             reasons.append(f"takes {accepted}, got {str(request.dtype).removeprefix('torch.')}")
         if limits.largest_rank is not None and request.rank > limits.largest_rank:
             reasons.append(f"takes ranks up to {limits.largest_rank}, got {request.rank}")
+        for feature in limits.lacks:
+            if getattr(request, feature):
+                reasons.append(f"does not take {FEATURES[feature]}")
         return reasons
 
 
@@ -226,6 +273,7 @@ BACKENDS: dict[str, Backend] = {
                 "small_layer": Implementation(native.cpu_small_layer),
                 "project": Implementation(lambda: torch.ops.boltzattn.cpu_project),
                 "stages": Implementation(native.cpu_stages),
+                "scan_stages": Implementation(native.cpu_scan_stages),
                 "stream": Implementation(native.cpu_stream),
             },
         ),
@@ -235,8 +283,12 @@ BACKENDS: dict[str, Backend] = {
             ("cuda",),
             cuda_unavailable,
             {
-                "direct": Implementation(native.cuda_direct),
-                "transform": Implementation(lambda: native.attention("cuda", "transform")),
+                "direct": Implementation(
+                    lambda: _with_bias_gradient(native.cuda_direct()), lacks=("slopes", "gaussian")
+                ),
+                "transform": Implementation(
+                    lambda: native.attention("cuda", "transform"), lacks=tuple(FEATURES)
+                ),
                 "project": Implementation(lambda: torch.ops.boltzattn.cuda_project),
             },
         ),
@@ -246,8 +298,15 @@ BACKENDS: dict[str, Backend] = {
             ("cuda",),
             _triton_unavailable,
             {
-                "direct": Implementation(lambda: _triton("direct", Kernels), _TRITON_DTYPES, 16),
-                "transform": Implementation(lambda: _triton("transform", Kernels), _TRITON_DTYPES),
+                "direct": Implementation(
+                    lambda: _with_bias_gradient(_triton("direct", Kernels)),
+                    _TRITON_DTYPES,
+                    16,
+                    ("slopes", "gaussian"),
+                ),
+                "transform": Implementation(
+                    lambda: _triton("transform", Kernels), _TRITON_DTYPES, lacks=tuple(FEATURES)
+                ),
                 "layer": Implementation(
                     lambda: LayerKernels(*_by_torch(*_triton("layer", LayerKernels))),
                     _TRITON_DTYPES,
@@ -278,6 +337,7 @@ BACKENDS: dict[str, Backend] = {
                     lambda: Kernels(*_by_torch(reference_scan.forward, reference_scan.backward))
                 ),
                 "stages": Implementation(lambda: Stages(1, *reference_stages.STAGES)),
+                "scan_stages": Implementation(lambda: ScanStages(*reference_scan_stages.STAGES)),
                 "stream": Implementation(
                     lambda: StreamKernels(
                         reference_stream.append, reference_stream.query, reference_stream.step
@@ -357,4 +417,7 @@ def _cell(backend: Backend, operation: str) -> str:
         words.append("no " + ", ".join(names[x] for x in DTYPES if x not in found.dtypes))
     if found.largest_rank is not None:
         words.append(f"rank up to {found.largest_rank}")
+    if found.lacks:
+        arguments = {"key_bias": "`key_bias`", "slopes": "`alibi_slopes`", "gaussian": "Gaussian"}
+        words.append("no " + ", ".join(arguments[x] for x in found.lacks))
     return "yes" + (f" ({', '.join(words)})" if words else "")

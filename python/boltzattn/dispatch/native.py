@@ -24,6 +24,7 @@ from boltzattn.problem import (
     schema,
 )
 from boltzattn.transform.scan_layout import StreamState
+from boltzattn.transform.scan_shards import ScanStages, ShardResults, ShardTables, SharedScan
 from boltzattn.transform.stages import Stages
 from boltzattn.transform.tolerances import LEVELS
 
@@ -33,7 +34,13 @@ _PROJECT = "Tensor x, Tensor weight, Tensor? bias"
 _STREAM = "Tensor sums, Tensor z, Tensor ends"
 _CHANGED_STREAM = "Tensor(a!) sums, Tensor(b!) z, Tensor(c!) ends"
 _LAYOUT = "Tensor positions, float t_most, float ratio, int nodes, int levels"
+_SHARD = "int nodes, int levels, float ratio, Tensor t_most"
+_EARLIER = "Tensor ends, Tensor keys, Tensor centres, Tensor table, Tensor slope_table"
 _VARLEN = "Tensor query_starts, Tensor key_starts, Tensor by_transform"
+_WRITTEN = (
+    "Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, Tensor(d!) grad_key_mask, "
+    "Tensor(e!) grad_slopes"
+)
 
 # What this file calls, with the arguments it passes: a library without them is of no use.
 OPERATORS = {
@@ -46,7 +53,7 @@ OPERATORS = {
         "cpu_scan_forward": _FORWARD,
         "cpu_scan_backward": _BACKWARD,
         "cpu_varlen_forward": f"{_FORWARD}, {_VARLEN}",
-        "cpu_varlen_backward": f"{_BACKWARD}, {_VARLEN}",
+        "cpu_varlen_backward": f"{_BACKWARD}, {_VARLEN}, {_WRITTEN}",
         "cpu_project": _PROJECT,
         "cpu_layer_forward": schema(LayerProblem),
         "cpu_layer_backward": f"Tensor grad_out, {schema(LayerProblem)}",
@@ -63,6 +70,11 @@ OPERATORS = {
         "cpu_stage_evaluate": f"{_FORWARD}, Tensor ranges, Tensor moments",
         "cpu_stage_query_moments": f"{schema(OutputGradients, Problem)}, Tensor ranges",
         "cpu_stage_adjoint": f"{_FORWARD}, Tensor ranges, Tensor moments",
+        "cpu_shard_tables": f"{_FORWARD}, {_SHARD}, bool with_slopes",
+        "cpu_shard_forward": f"{_FORWARD}, {_SHARD}, {_EARLIER}",
+        "cpu_shard_rows": f"{schema(OutputGradients, Saved)}, Tensor z, {_FORWARD}, {_SHARD}, "
+        f"{_EARLIER}",
+        "cpu_shard_backward": f"{_BACKWARD}, {_SHARD}, {_EARLIER}, Tensor? later",
     },
     "cuda": {
         "cuda_direct_forward": _FORWARD,
@@ -93,9 +105,9 @@ def cuda_direct() -> Kernels:
     forward, backward = attention("cuda", "direct")
 
     def clean_backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradients:
-        query, key, value = backward(grads, saved, problem.without_hidden_keys())
+        query, key, value, *biases = backward(grads, saved, problem.without_hidden_keys())
         found = problem._replace(query=query, key=key, value=value).without_hidden_keys()
-        return Gradients(*found.inputs)
+        return Gradients(*found.inputs, *biases)
 
     return Kernels(lambda problem: forward(problem.without_hidden_keys()), clean_backward)
 
@@ -141,6 +153,45 @@ def cpu_stages() -> Stages:
         of_problem(ops.cpu_stage_evaluate),
         query_moments,
         of_problem(ops.cpu_stage_adjoint),
+    )
+
+
+def cpu_scan_stages() -> ScanStages:
+    ops = torch.ops.boltzattn
+
+    def tables(problem: Problem, shared: SharedScan, with_slopes: bool) -> ShardTables:
+        return ShardTables._make(ops.cpu_shard_tables(*problem, *shared, with_slopes))
+
+    def forward(problem: Problem, shared: SharedScan, earlier: ShardTables) -> ShardResults:
+        return ShardResults._make(ops.cpu_shard_forward(*problem, *shared, *earlier))
+
+    def query_table(
+        grads: OutputGradients,
+        results: ShardResults,
+        problem: Problem,
+        shared: SharedScan,
+        earlier: ShardTables,
+    ) -> Tensor:
+        return ops.cpu_shard_rows(*grads, *results, *problem, *shared, *earlier)
+
+    def backward(
+        grads: OutputGradients,
+        results: ShardResults,
+        problem: Problem,
+        shared: SharedScan,
+        earlier: ShardTables,
+        later: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, _ = results
+        return ops.cpu_shard_backward(*grads, out, lse, *problem, *shared, *earlier, later)
+
+    return ScanStages(
+        lambda problem: problem.query.dtype,
+        cpu_stages().extents,
+        tables,
+        forward,
+        query_table,
+        backward,
     )
 
 

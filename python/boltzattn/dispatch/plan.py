@@ -31,6 +31,9 @@ class Costs(NamedTuple):
     transform_head_column: float
     transform_token: float  # a query or a key
     transform_token_column: float
+    lookup_head: float  # with a bias per key: the layout
+    lookup_token: float
+    lookup_token_column: float
     scan_token: float  # a query and a key
     scan_token_column: float
     layer_token_column: float  # at the nodes: a column of a token, of x or of the output
@@ -48,8 +51,11 @@ CPU = Costs(
     transform_head_column=330.0,
     transform_token=16.0,
     transform_token_column=0.32,
-    scan_token=130.0,
-    scan_token_column=4.2,
+    lookup_head=140_000.0,
+    lookup_token=55.0,
+    lookup_token_column=0.85,
+    scan_token=100.0,
+    scan_token_column=3.2,
     layer_token_column=0.85,
     product=0.025,
     core_product=0.045,
@@ -66,6 +72,9 @@ GPU = Costs(
     transform_head_column=3.0,
     transform_token=0.03,
     transform_token_column=1e-3,
+    lookup_head=math.inf,  # no kernel yet
+    lookup_token=math.inf,
+    lookup_token_column=math.inf,
     scan_token=math.inf,  # no kernel yet
     scan_token_column=math.inf,
     layer_token_column=1e-3,
@@ -76,6 +85,11 @@ GPU = Costs(
 # direct method it breaks even at about 1,800 tokens.
 REFERENCE_TRANSFORM_HEAD = 3e6
 SCAN_HEAD = 2e4
+# Gaussian scores take more panels the narrower the bandwidth is, which a plan does not know.
+GAUSSIAN_LOOKUP = 4.0
+# The time of a scan with biases grows with B = max|scale q| (max k - min k), which a plan does not
+# know: it is that of B = 50, relative to a plain scan. Heads above about 180 go to `direct`.
+BIASED_SCAN, BIASED_SCAN_PRODUCT = 1.7, 50
 CORE_NODES = 150  # on the key axis, at ordinary temperatures
 # The kernel for few tokens packs the weights first. If they have more numbers than this, they leave
 # the cache, and torch's products are faster up to this many tokens.
@@ -99,12 +113,24 @@ def direct_cost(request: Request) -> float:
     return pairs * (cost.direct_pair + cost.direct_pair_column * (request.rank + request.dv))
 
 
+def is_biased(request: Request) -> bool:
+    """Whether logits are more than products of queries and keys."""
+    return request.key_bias or request.slopes or request.gaussian
+
+
 def transform_cost(request: Request, head: float | None = None) -> float:
     """Nanoseconds of the transform, forward; of a scan if the call is causal."""
     cost = costs(request.device)
     if request.is_causal:
         token = cost.scan_token + cost.scan_token_column * request.dv
+        if is_biased(request):
+            token *= BIASED_SCAN
         return request.heads * ((head or SCAN_HEAD) + token * request.n_q)
+    if request.key_bias or request.gaussian:
+        token = cost.lookup_token + cost.lookup_token_column * request.dv
+        tokens = request.n_q + request.n_k
+        factor = GAUSSIAN_LOOKUP if request.gaussian else 1.0
+        return request.heads * factor * ((head or cost.lookup_head) + token * tokens)
     head = (cost.transform_head if head is None else head) + cost.transform_head_column * request.dv
     token = cost.transform_token + cost.transform_token_column * request.dv
     tokens = request.n_q + request.n_k
@@ -250,8 +276,13 @@ def describe(request: Request, choice: Choice) -> str:
         f"method {taken.method}, backend {taken.backend}",
         f"  {request.heads} heads, n_q {request.n_q}, n_k {request.n_k}, rank {request.rank}, "
         f"dv {request.dv}, {str(request.dtype).removeprefix('torch.')} on {request.device}",
-        "not taken:",
     ]
+    if taken.method == "transform" and request.is_causal and is_biased(request):
+        lines.append(
+            "  its time depends on max|scale q| (max k - min k), taken to be "
+            f"{BIASED_SCAN_PRODUCT}; heads above about 180 are computed by direct"
+        )
+    lines.append("not taken:")
     for method in METHODS:
         for backend in BACKENDS:
             if (method, backend) != (taken.method, taken.backend):

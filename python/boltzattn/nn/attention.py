@@ -18,8 +18,9 @@ from boltzattn.functional import Projections, attend_layer, attention, attention
 from boltzattn.nn.approximation import Approximation, truncate
 from boltzattn.nn.inputs import check_inputs, check_jagged, check_mask, jagged
 from boltzattn.problem import Problem, accumulate_dtype, default_scale
-from boltzattn.reference.direct import scores, weights
-from boltzattn.validation import check_scale
+from boltzattn.reference.direct import weights
+from boltzattn.reference.scores import scores
+from boltzattn.validation import check_scale, check_score
 
 
 class _DeclineFastPath:
@@ -65,9 +66,14 @@ class LowRankAttention(nn.Module):
         batch_first: inputs are `[batch, n, width]` rather than `[n, batch, width]`.
         rank: coordinates of query and key a head; 1 runs in linear time.
         head_dim: width of the values a head; default `embed_dim // num_heads`.
-        scale: factor on the logits; default `1 / sqrt(rank)`.
+        scale: factor on the logits; default `1 / sqrt(rank)`, and 1 for Gaussian scores.
         learnable_temperature: divide the logits of each head by `exp(log_temperature)`, a
             parameter that starts at 0.
+        score: "dot", or "gaussian" for logits `-|q - k|^2 / (2 b^2)`: a query attends to the keys
+            near it. The bandwidth b of each head is learnt: `exp(log_bandwidth)`.
+        alibi: add `-slope |i - j|` to the logits of tokens i and j, with the slopes of ALiBi,
+            `2^(-8 (h + 1) / num_heads)` for head h. They are the buffer `alibi_slopes`, which is
+            part of the state dict, so that a checkpoint has the slopes it was trained with.
         output_dropout: dropout on the result, after the output projection.
         method, backend: as in `boltzattn.attention`.
         process_group: the sequence is spread over the processes of this torch.distributed group,
@@ -83,6 +89,12 @@ class LowRankAttention(nn.Module):
     uses, counts the output width: its spread would depend on num_heads * rank.) Orthogonal rows
     keep heads that see one direction each from seeing the same one. W_V, W_O and biases start
     as in nn.MultiheadAttention.
+
+    Bandwidths of Gaussian heads start at `sqrt(rank) * 2^(-3 (h + 1/2) / num_heads)`, from wide to
+    narrow. Since q and k have unit variance, |q - k| is about sqrt(2 rank). The first heads see
+    most of the keys, as a dot head does, and have a gradient for every key; the last ones resolve
+    about an eighth of the keys' spread, so that some head is near the resolution that a task
+    needs. Equal bandwidths would have to be told apart by training first.
 
     Example:
         >>> import torch, boltzattn.nn
@@ -119,6 +131,8 @@ class LowRankAttention(nn.Module):
         backend: str = "auto",
         process_group: Any = None,
         exchange: str = "moments",
+        score: str = "dot",
+        alibi: bool = False,
     ) -> None:
         super().__init__()
         for name, size in (
@@ -144,7 +158,13 @@ class LowRankAttention(nn.Module):
                 )
         preferred(method, backend)  # checks the names
         check_scale(scale)
+        check_score(score)
         distributed.check_exchange(exchange)
+        if score == "gaussian" and learnable_temperature:
+            raise ValueError(
+                "learnable_temperature must be False with score='gaussian': the temperature of a "
+                "Gaussian head is its bandwidth, which the parameter log_bandwidth learns"
+            )
         for name, p in (("dropout", dropout), ("output_dropout", output_dropout)):
             if not 0.0 <= p <= 1.0:
                 raise ValueError(f"{name} must be between 0 and 1, got {p}")
@@ -174,6 +194,7 @@ class LowRankAttention(nn.Module):
         self.backend = backend
         self.process_group = process_group
         self.exchange = exchange
+        self.score = score
         self.approximation: Approximation | None = None  # set by from_multihead
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -186,6 +207,14 @@ class LowRankAttention(nn.Module):
         self.log_temperature = (
             nn.Parameter(torch.empty(num_heads, **factory)) if learnable_temperature else None
         )
+        self.log_bandwidth = (
+            nn.Parameter(torch.empty(num_heads, **factory)) if score == "gaussian" else None
+        )
+        self.alibi_slopes: Tensor | None
+        slopes = torch.empty(num_heads, **factory) if alibi else None
+        self.register_buffer("alibi_slopes", slopes)
+        if process_group is not None:
+            self._check_one_process()
         self.reset_parameters()
 
     @property
@@ -209,6 +238,12 @@ class LowRankAttention(nn.Module):
             nn.init.zeros_(self.out_proj.bias)
         if self.log_temperature is not None:
             nn.init.zeros_(self.log_temperature)
+        head = torch.arange(self.num_heads, dtype=torch.float64, device="cpu")
+        if self.log_bandwidth is not None:
+            octaves = -3 * (head + 0.5) / self.num_heads
+            self.log_bandwidth.copy_(octaves * math.log(2) + math.log(self.rank) / 2)
+        if self.alibi_slopes is not None:
+            self.alibi_slopes.copy_(torch.exp2(-8 * (head + 1) / self.num_heads))
 
     @classmethod
     def from_multihead(
@@ -295,6 +330,7 @@ class LowRankAttention(nn.Module):
             "dropout": 0.0,
             "output_dropout": 0.0,
             "scale": None,
+            "score": "dot",
             "method": "auto",
             "backend": "auto",
         }
@@ -305,6 +341,8 @@ class LowRankAttention(nn.Module):
         ]
         if self.log_temperature is not None:
             shown.append("learnable_temperature=True")
+        if self.alibi_slopes is not None:
+            shown.append("alibi=True")
         if self.in_proj_bias is None:
             shown.append("bias=False")
         return ", ".join(shown)
@@ -348,7 +386,7 @@ class LowRankAttention(nn.Module):
         else:
             fits = False
             if jagged(query, key, value):
-                refused = self._refused(need_weights, attn_mask, False)
+                refused = self._refused(need_weights, attn_mask)
                 refused["key_padding_mask"] = key_padding_mask is not None
                 refused["process_group"] = self.process_group is not None
                 widths = self.embed_dim, self.kdim, self.vdim
@@ -362,19 +400,20 @@ class LowRankAttention(nn.Module):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         if key_padding_mask is not None:
             check_mask("key_padding_mask", key_padding_mask, [key.shape[:-1]])
+        if self.process_group is not None:
+            self._check_one_process()
+            refused = self._refused(need_weights, attn_mask)
+            if given := [name for name, is_given in refused.items() if is_given]:
+                raise ValueError(
+                    f"{given[0]} must not be used together with process_group: a sequence that is "
+                    "spread over processes takes a key_padding_mask and is_causal only"
+                )
         if attn_mask is not None:
             attn_mask = self._allowed(attn_mask, query, key)
             if is_causal and query.shape[-2] == key.shape[-2]:
                 attn_mask = None
             else:  # of a rectangle "causal" may mean two things; the mask says which
                 is_causal = False
-        if self.process_group is not None:
-            refused = self._refused(need_weights, attn_mask, is_causal)
-            if given := [name for name, is_given in refused.items() if is_given]:
-                raise ValueError(
-                    f"{given[0]} must not be used together with process_group: a sequence that is "
-                    "spread over processes takes a key_padding_mask only"
-                )
         weights = None
         if is_self and not need_weights and self.process_group is None:
             out = attend_layer(
@@ -387,6 +426,8 @@ class LowRankAttention(nn.Module):
                 is_causal=is_causal,
                 scale=self.scale,
                 key_padding_mask=key_padding_mask,
+                score=self.score,
+                alibi_slopes=self.alibi_slopes,
             )
         else:
             heads, weights = self._attend(
@@ -435,12 +476,18 @@ class LowRankAttention(nn.Module):
                 f"step needs a layer of rank 1 without process_group, got rank {self.rank}; keep "
                 "keys and values yourself, and call forward"
             )
+        if lookup := self._lookup_options():
+            raise ValueError(
+                f"step needs a layer with score='dot' and alibi=False, got {lookup}: its state "
+                "keeps no single keys; call forward with is_causal=True for the whole sequence, "
+                "and take the last rows"
+            )
         widths = self.embed_dim, self.kdim, self.vdim
         check_inputs(x, x, x, widths, self.batch_first, self.v_proj_weight)
         turned = x.ndim == 3 and not self.batch_first
         rows = x.transpose(0, 1) if turned else x
-        w_q, b_q, b_k, b_v = self._query_weight_and_biases()
-        projections = (w_q, b_q), (self.k_proj_weight, b_k), (self.v_proj_weight, b_v)
+        projections = self._weights_and_biases()
+        w_q, b_q = projections[0]
         q, k, v = (
             F.linear(rows, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
             for weight, bias in projections
@@ -467,14 +514,11 @@ class LowRankAttention(nn.Module):
         out = self.out_proj(heads.transpose(-2, -3).flatten(-2))
         return (out.transpose(0, 1) if turned else out), state
 
-    def _refused(
-        self, need_weights: bool, attn_mask: Tensor | None, is_causal: bool
-    ) -> dict[str, bool]:
+    def _refused(self, need_weights: bool, attn_mask: Tensor | None) -> dict[str, bool]:
         """What nested tensors and spread sequences do not go with: whether it was asked for."""
         return {
             "need_weights": need_weights,
             "attn_mask": attn_mask is not None,
-            "is_causal": is_causal,
             "dropout": self.dropout > 0.0 and self.training,
         }
 
@@ -487,11 +531,9 @@ class LowRankAttention(nn.Module):
         need_weights: bool,
     ) -> tuple[Any, Tensor | None]:
         """(heads [..., num_heads, n_q, head_dim], weights or None) of three inputs."""
-        w_q, b_q, b_k, b_v = self._query_weight_and_biases()
-        projections = (w_q, b_q), (self.k_proj_weight, b_k), (self.v_proj_weight, b_v)
         q, k, v = (
             F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
-            for x, (weight, bias) in zip(inputs, projections, strict=True)
+            for x, (weight, bias) in zip(inputs, self._weights_and_biases(), strict=True)
         )
         if need_weights:
             weights = self._weights(q, k, attn_mask, is_causal, key_padding_mask)
@@ -504,6 +546,7 @@ class LowRankAttention(nn.Module):
                 group=self.process_group,
                 scale=self.scale,
                 key_padding_mask=key_padding_mask,
+                is_causal=is_causal,
                 exchange=self.exchange,
                 backend=self.backend,
             ), None
@@ -516,6 +559,8 @@ class LowRankAttention(nn.Module):
             is_causal,
             self.scale,
             key_padding_mask=key_padding_mask,
+            score=self.score,
+            alibi_slopes=self.alibi_slopes,
             method=self.method,
             backend=self.backend,
         ), None
@@ -523,15 +568,22 @@ class LowRankAttention(nn.Module):
     def _forward_jagged(self, query: Any, key: Any, value: Any, is_causal: bool) -> Tensor:
         """Nested tensors of the jagged layout are packed sequences already."""
         query, key, value = (x.contiguous() for x in (query, key, value))  # no holes
-        w_q, b_q, b_k, b_v = self._query_weight_and_biases()
+        q, k, v = (
+            F.linear(x.values(), weight, bias).unflatten(-1, (self.num_heads, -1))
+            for x, (weight, bias) in zip(
+                (query, key, value), self._weights_and_biases(), strict=True
+            )
+        )
         heads: Any = attention_varlen(
-            F.linear(query.values(), w_q, b_q).unflatten(-1, (self.num_heads, -1)),
-            F.linear(key.values(), self.k_proj_weight, b_k).unflatten(-1, (self.num_heads, -1)),
-            F.linear(value.values(), self.v_proj_weight, b_v).unflatten(-1, (self.num_heads, -1)),
+            q,
+            k,
+            v,
             query.offsets(),
             key.offsets(),
             is_causal=is_causal,
             scale=self.scale,
+            score=self.score,
+            alibi_slopes=self.alibi_slopes,
             method=self.method,
             backend=self.backend,
         )
@@ -540,29 +592,53 @@ class LowRankAttention(nn.Module):
             out = F.dropout(out, self.output_dropout, self.training)
         return torch.nested.nested_tensor_from_jagged(out, query.offsets())
 
+    def _lookup_options(self) -> str:
+        """The options of this layer that take a whole sequence in one process; "" if none."""
+        given = ["score='gaussian'"] if self.score == "gaussian" else []
+        given += [] if self.alibi_slopes is None else ["alibi=True"]
+        return ", ".join(given)
+
+    def _check_one_process(self) -> None:
+        if lookup := self._lookup_options():
+            raise ValueError(
+                f"process_group must be None with {lookup}: a sequence that is spread over "
+                "processes takes dot scores only; gather the tokens and attend in one process"
+            )
+
     def _projections(self) -> Projections:
         """The weights as one call of `attend_layer` takes them."""
         out = self.out_proj
-        w_q: Tensor = self.q_proj_weight
-        b_in: Tensor | None = self.in_proj_bias
-        if self.log_temperature is not None:
-            w_q, *biases = self._query_weight_and_biases()
-            b_in = None if b_in is None else torch.cat([b for b in biases if b is not None])
-        return Projections(w_q, self.k_proj_weight, self.v_proj_weight, out.weight, b_in, out.bias)
+        if self.log_temperature is None and self.log_bandwidth is None:
+            weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+            return Projections(*weights, out.weight, self.in_proj_bias, out.bias)
+        (w_q, b_q), (w_k, b_k), (w_v, b_v) = self._weights_and_biases()
+        biases = [b for b in (b_q, b_k, b_v) if b is not None]
+        b_in = torch.cat(biases) if biases else None
+        return Projections(w_q, w_k, w_v, out.weight, b_in, out.bias)
 
-    def _query_weight_and_biases(
-        self,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """(w_q, b_q, b_k, b_v); a temperature is folded into the query's projection."""
-        w_q: Tensor = self.q_proj_weight
-        b_q = b_k = b_v = None
+    def _weights_and_biases(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
+        """(weight, bias) of query, key and value.
+
+        A temperature is folded into the query's projection, a bandwidth into those of both.
+        """
+        weights: tuple[Tensor, ...] = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        biases: tuple[Tensor | None, ...] = (None, None, None)
         if self.in_proj_bias is not None:
-            b_q, b_k, b_v = self.in_proj_bias.split(self._widths)
+            biases = self.in_proj_bias.split(self._widths)
+        query, key, value = zip(weights, biases, strict=True)
         if self.log_temperature is not None:
-            factor = torch.exp(-self.log_temperature).repeat_interleave(self.rank)
-            w_q = w_q * factor[:, None]
-            b_q = None if b_q is None else b_q * factor
-        return w_q, b_q, b_k, b_v
+            query = self._divided(query, self.log_temperature)
+        if self.log_bandwidth is not None:
+            query, key = (self._divided(x, self.log_bandwidth) for x in (query, key))
+        return query, key, value
+
+    def _divided(
+        self, projection: tuple[Tensor, Tensor | None], log_divisor: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """A projection to queries or keys, divided by one number a head."""
+        weight, bias = projection
+        factor = torch.exp(-log_divisor).repeat_interleave(self.rank)
+        return weight * factor[:, None], None if bias is None else bias * factor
 
     def _weights(
         self,
@@ -574,10 +650,15 @@ class LowRankAttention(nn.Module):
     ) -> Tensor:
         """The attention weights themselves, `[..., heads, n_q, n_k]`, after dropout."""
         work = accumulate_dtype(q.dtype)
-        scale = default_scale(self.rank) if self.scale is None else self.scale
+        scale = default_scale(self.rank, self.score) if self.scale is None else self.scale
         key_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(-2)
+        slopes = self.alibi_slopes
+        slopes = None if slopes is None else slopes.double().expand(q.shape[:-2])
+        is_gaussian = self.score == "gaussian"
         with without_autocast(q.device.type):
-            problem = Problem(q, k, k, attn_mask, key_mask, None, scale, 0.0, is_causal)
+            problem = Problem(
+                q, k, k, attn_mask, key_mask, slopes, None, scale, 0.0, is_causal, is_gaussian
+            )
             found, _ = weights(scores(problem.to(work)))
         found = found.to(q.dtype)
         return F.dropout(found, self.dropout, self.training) if self.dropout > 0.0 else found

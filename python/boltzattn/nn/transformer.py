@@ -144,7 +144,7 @@ class OneLayerTransformer(nn.Module):
         in_dim, out_dim: widths of the input and the output (standard form only).
         dropout: probability, for the output of every step (standard form only); attention weights
             are not dropped.
-        learnable_temperature: as in `LowRankAttention` (standard form only).
+        learnable_temperature, score: as in `LowRankAttention` (standard form only).
         method, backend: as in `boltzattn.attention`.
 
     Example:
@@ -169,6 +169,7 @@ class OneLayerTransformer(nn.Module):
         out_dim: int | None = None,
         dropout: float = 0.0,
         learnable_temperature: bool = False,
+        score: str = "dot",
         method: str = "auto",
         backend: str = "auto",
         device: torch.device | str | None = None,
@@ -183,6 +184,7 @@ class OneLayerTransformer(nn.Module):
             ("out_dim", out_dim),
             ("dropout", dropout),
             ("learnable_temperature", learnable_temperature),
+            ("score", "" if score == "dot" else score),
         ):
             if paper and given:
                 raise ValueError(
@@ -199,6 +201,7 @@ class OneLayerTransformer(nn.Module):
             head_dim=head_dim,
             scale=1.0 if paper else None,
             learnable_temperature=learnable_temperature,
+            score=score,
             output_dropout=dropout,
             method=method,
             backend=backend,

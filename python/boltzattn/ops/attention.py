@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from boltzattn.ops.operator import (
 )
 from boltzattn.problem import (
     Choice,
+    Directions,
     Gradients,
     OutputGradients,
     Problem,
@@ -56,19 +58,38 @@ def _forward_fake(problem: Problem, choice: Choice) -> Saved:
 def _backward_fake(
     grads: OutputGradients, results: Saved, problem: Problem, choice: Choice
 ) -> Gradients:
-    return Gradients(*(x.new_empty(x.shape) for x in problem.inputs))
+    return problem.new_gradients()
 
 
+RESULTS_OF_BACKWARD = (
+    "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_key_mask, "
+    "Tensor grad_slopes)"
+)
 attention = Operator(
     "attention", (Problem, Choice), "(Tensor out, Tensor lse)", _forward, _forward_fake
 )
 attention_backward = Operator(
     "attention_backward",
     (OutputGradients, Saved, Problem, Choice),
-    "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    RESULTS_OF_BACKWARD,
     _backward,
     _backward_fake,
 )
+
+
+def by_argument(found: Sequence[Tensor], problem: Problem) -> tuple[Tensor | None, ...]:
+    """Gradients in the order of the fields of a problem, up to the last that has one."""
+    query, key, value, key_mask, slopes = found
+    bias = None if problem.key_bias is None else key_mask.to(problem.key_bias.dtype)
+    return query, key, value, None, bias, None if problem.slopes is None else slopes
+
+
+def _moves(directions: tuple[Tensor | None, ...], problem: Problem) -> Directions:
+    """Zeros for directions that autograd left out; None for what a problem does not have."""
+    query, key, value, key_mask, slopes = directions
+    found = materialize((query, key, value), problem.inputs)
+    bias = None if problem.key_bias is None else key_mask
+    return Directions._make((*found, bias, None if problem.slopes is None else slopes))
 
 
 class Attention(torch.autograd.Function):
@@ -91,7 +112,8 @@ class Attention(torch.autograd.Function):
             return (None,) * arguments
         grads, results = asked
         found = attention_backward(grads, results, problem, choice)
-        return *found, *(None,) * (arguments - len(found))
+        of_problem = by_argument(found, problem)
+        return *of_problem, *(None,) * (arguments - len(of_problem))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, tuple]:
@@ -100,7 +122,7 @@ class Attention(torch.autograd.Function):
 
 
 class AttentionBackward(torch.autograd.Function):
-    """Gradients(query, key, value), which are differentiable once more.
+    """Gradients of a problem, which are differentiable once more.
 
     `out` and `lse` are functions of the other inputs. They are passed to save work, not as
     variables, so no gradient is returned for them.
@@ -117,18 +139,21 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *directions: Tensor | None) -> tuple:
         grads, _, problem, choice = saved(ctx)
-        moves = materialize(directions, problem.inputs)
+        moves = _moves(directions, problem)
         of_out, of_lse, *of_inputs = AttentionDoubleBackward.apply(
             *moves, *grads, *problem, *choice
         )
-        rest = (None,) * (len(problem) + len(choice) - len(moves))
-        return of_out, of_lse, None, None, *of_inputs, *rest
+        of_problem = by_argument(of_inputs, problem)
+        rest = (None,) * (len(problem) + len(choice) - len(of_problem))
+        return of_out, of_lse, None, None, *of_problem, *rest
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, tuple]:
         kinds = attention_backward.kinds
-        found = attention_backward(*unflatten(batched(info, in_dims, arguments), *kinds))
-        return tuple(found), (0, 0, 0)
+        grads, results, problem, choice = unflatten(batched(info, in_dims, arguments), *kinds)
+        found = attention_backward(grads, results, problem, choice)
+        given = (*problem.inputs, problem.key_bias, problem.slopes)
+        return tuple(found), tuple(None if x is None else 0 for x in given)
 
 
 class AttentionDoubleBackward(torch.autograd.Function):
@@ -141,14 +166,15 @@ class AttentionDoubleBackward(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
         directions, grads, problem, choice = unflatten(
-            arguments, Gradients, OutputGradients, Problem, Choice
+            arguments, Directions, OutputGradients, Problem, Choice
         )
         request = Request.of(problem)
         # With symbolic sizes there is no plan yet; `direct` serves everything.
         sizes_known = isinstance(request.n_q, int) and isinstance(request.n_k, int)
         by_transform = (
             sizes_known
-            and not problem.is_causal
+            and not (problem.is_causal or problem.is_gaussian)
+            and problem.key_bias is None
             and plan.choose(request, choice).method == "transform"
         )
         reference = reference_transform if by_transform else reference_direct
@@ -170,16 +196,18 @@ class AttentionDoubleBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, tuple]:
         results = AttentionDoubleBackward.apply(*batched(info, in_dims, arguments))
-        return results, tuple(None if x is None else 0 for x in results)
+        empty = [x is None or (i >= 5 and x.numel() == 0) for i, x in enumerate(results)]
+        return results, tuple(None if nothing else 0 for nothing in empty)
 
 
 def tangent(results: Saved, problem: Problem, choice: Choice, tangents: tuple) -> Saved:
-    """The tangents of out and lse for those of query, key and value.
+    """The tangents of out and lse for those of the fields of a problem.
 
     <tangents, backward(g)> is linear in g, and its gradient for g is what forward mode asks for.
     """
     zeros = OutputGradients(torch.zeros_like(results.out), torch.zeros_like(results.lse))
-    moves = materialize(tangents[:3], problem.inputs)
+    query, key, value, _, key_mask, slopes, *_ = tangents
+    moves = _moves((query, key, value, key_mask, slopes), problem)
     of_out, of_lse, *_ = AttentionDoubleBackward.apply(*moves, *zeros, *problem, *choice)
     return Saved(of_out, of_lse)
 
@@ -193,7 +221,7 @@ def _attention_backward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
     """Backward is linear in grads; its derivative by the inputs is a Hessian, so symmetric."""
     grads, results, problem, choice = saved(ctx)
     moved, _, by_input, _ = unflatten(tangents, OutputGradients, Saved, Problem, Choice)
-    moves = materialize(by_input.inputs, problem.inputs)
+    moves = _moves((*by_input.inputs, by_input.key_mask, by_input.slopes), problem)
     _, _, *found = AttentionDoubleBackward.apply(*moves, *grads, *problem, *choice)
     if moved.out is not None or moved.lse is not None:
         (grad_out,) = materialize((moved.out,), (grads.out,))
@@ -209,15 +237,13 @@ attention.batch_by_vmap(2)
 
 
 def mask_is_differentiated(problem: Problem) -> bool:
-    """Whether a derivative by a mask is asked for, in reverse or in forward mode."""
-    for mask in (problem.attn_mask, problem.key_mask):
-        if mask is None or not mask.is_floating_point():
-            continue
-        if forward_mode_active() and forward_ad.unpack_dual(mask).tangent is not None:
-            return True
-        if mask.requires_grad and torch.is_grad_enabled():
-            return True
-    return False
+    """Whether a derivative by attn_mask is asked for, in reverse or in forward mode."""
+    mask = problem.attn_mask
+    if mask is None or not mask.is_floating_point():
+        return False
+    if forward_mode_active() and forward_ad.unpack_dual(mask).tangent is not None:
+        return True
+    return mask.requires_grad and torch.is_grad_enabled()
 
 
 def attend(problem: Problem, choice: Choice) -> Saved:

@@ -68,7 +68,8 @@ def _attention(problem: SelfAttentionProblem, query_key: Tensor, value: Tensor) 
     query, key, value = (_heads_of(rows, num_heads) for rows in (query, key, value))
     if mask is not None:
         mask = mask.unsqueeze(-2).expand(*mask.shape[:-1], num_heads, mask.shape[-1])
-    return Problem(query, key, value, None, mask, None, problem.scale, 0.0, problem.is_causal)
+    numbers = problem.scale, 0.0, problem.is_causal, False
+    return Problem(query, key, value, None, mask, None, None, *numbers)
 
 
 def compose(problem: SelfAttentionProblem, attend: Callable[[Problem], Tensor]) -> Tensor:
@@ -110,7 +111,7 @@ def first_backward(
         Saved(_heads_of(heads, num_heads), lse.contiguous()),
         attention,
     )
-    of_query, of_key, of_value = (_rows_of(part).flatten(0, -2) for part in parts)
+    of_query, of_key, of_value = (_rows_of(part).flatten(0, -2) for part in parts[:3])
     of_query_key = torch.cat((of_query, of_key), -1)
     grad_x = grad_qk = grad_v = grad_o = grad_in = grad_b_o = None
     if wanted.want_x:

@@ -17,7 +17,12 @@ from torch import Tensor
 from boltzattn.dispatch import backends, plan
 from boltzattn.dispatch.backends import Request
 from boltzattn.dispatch.torch_modes import without_autocast
-from boltzattn.ops.attention import attention_backward, tangent
+from boltzattn.ops.attention import (
+    RESULTS_OF_BACKWARD,
+    attention_backward,
+    by_argument,
+    tangent,
+)
 from boltzattn.ops.operator import Operator, materialize, output_gradients, save, saved
 from boltzattn.problem import (
     Choice,
@@ -66,9 +71,12 @@ class Sequences:
         self.by_transform = [taken.method == "transform" for taken in self.plans]
         taken = {taken.backend for taken in self.plans}
         self.backend = taken.pop() if len(taken) == 1 else None
-        # One kernel for all sequences, where the backend has one.
+        # One kernel for all sequences, where the backend has one. Its transform knows dot scores.
+        by_dot = not (any(self.by_transform) and (whole.slopes or whole.gaussian))
         self.together = (
-            self.backend is not None and "varlen" in backends.BACKENDS[self.backend].operations
+            self.backend is not None
+            and by_dot
+            and not backends.why_not(whole, "varlen", self.backend)
         )
         self.tables = (
             *(torch.tensor(x, dtype=torch.int64, device="cpu") for x in bounds),
@@ -96,7 +104,9 @@ def _rows_first(x: Tensor, width: int) -> Tensor:
 
 
 def _new_gradients(problem: Problem) -> Gradients:
-    return Gradients(*(_rows_first(x, x.shape[-1]) for x in problem.inputs))
+    found = problem.new_gradients("new_zeros")
+    rows = (_rows_first(x, x.shape[-1]) for x in problem.inputs)
+    return Gradients._make((*rows, found.key_mask, found.slopes))
 
 
 def _forward(problem: Problem, starts: Starts, choice: Choice) -> Saved:
@@ -126,8 +136,12 @@ def _backward(
             return found
         for taken, (q, k) in zip(sequences.plans, sequences.rows, strict=True):
             parts = taken.kernels.backward(grads.rows(q), results.rows(q), problem.rows(q, k))
-            for total, part, rows in zip(found, parts, (q, k, k), strict=True):
+            for total, part, rows in zip(found[:3], parts[:3], (q, k, k), strict=True):
                 total[..., rows, :] = part
+            if problem.key_bias is not None:
+                found.key_mask[..., k] = parts.key_mask
+            if problem.slopes is not None:
+                found.slopes.add_(parts.slopes)
     return found
 
 
@@ -152,7 +166,7 @@ varlen = Operator(
 varlen_backward = Operator(
     "attention_varlen_backward",
     (OutputGradients, Saved, Problem, Starts, Choice),
-    "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    RESULTS_OF_BACKWARD,
     _backward,
     _backward_fake,
 )
@@ -181,31 +195,37 @@ class VarlenAttention(torch.autograd.Function):
             found = _differentiable_backward(grads, results, problem, starts, choice)
         else:
             found = varlen_backward(grads, results, problem, starts, choice)
-        return *found, *(None,) * (arguments - len(found))
+        of_problem = by_argument(found, problem)
+        return *of_problem, *(None,) * (arguments - len(of_problem))
 
 
 def _varlen_jvp(ctx: Any, *tangents: Any) -> Saved:
     results, problem, starts, choice = saved(ctx)
     moves = materialize(tangents[:3], problem.inputs)
+    _, to_bias, to_slopes = tangents[3:6]
     # Laid out as the results are: torch wants that of the tangent of a view.
     found = Saved(*(torch.zeros_like(x) for x in results))
     for q, k in Sequences(problem, starts, choice).rows:
         cut = tuple(move[..., rows, :] for move, rows in zip(moves, (q, k, k), strict=True))
-        one = tangent(results.rows(q), problem.rows(q, k), choice, cut)
+        cut_bias = None if to_bias is None else to_bias[..., k]
+        moved = (*cut, None, cut_bias, to_slopes)
+        one = tangent(results.rows(q), problem.rows(q, k), choice, moved)
         found.out[..., q, :], found.lse[..., q] = one
     return found
 
 
 def _differentiable_backward(
     grads: OutputGradients, results: Saved, problem: Problem, starts: Starts, choice: Choice
-) -> list[Tensor]:
+) -> Gradients:
     parts = [
         attention_backward(grads.rows(q), results.rows(q), problem.rows(q, k), choice)
         for q, k in Sequences(problem, starts, choice).rows
     ]
     if not parts:
-        return [torch.zeros_like(x) for x in problem.inputs]
-    return [torch.cat(of_one, -2) for of_one in zip(*parts, strict=True)]
+        return problem.new_gradients("new_zeros")
+    query, key, value, key_mask, slopes = zip(*parts, strict=True)
+    rows = (torch.cat(of_one, -2) for of_one in (query, key, value))
+    return Gradients._make((*rows, torch.cat(key_mask, -1), torch.stack(slopes).sum(0)))
 
 
 varlen.differentiate_by(VarlenAttention, _varlen_jvp)

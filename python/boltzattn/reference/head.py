@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from boltzattn.problem import OutputGradients, Problem
+from boltzattn.problem import Gradients, OutputGradients, Problem
 from boltzattn.transform.layout import Axis, Layout, Range, choose_layout, lagrange_weights
 from boltzattn.transform.stages import SharedRange
 from boltzattn.transform.tolerances import REFERENCE_PRECISION
@@ -100,6 +100,7 @@ class Head:
         self.span = Range(*shared[:4], keys=int(shared.keys))
         n_q, n_k, self.dv = int(shared.n_q), int(shared.n_k), problem.value.shape[-1]
         self.layout: Layout = choose_layout(self.span, n_q, n_k, self.dv, REFERENCE_PRECISION)
+        self.scale = problem.scale
         self.t = problem.query.detach().double() * problem.scale
         self.s = problem.key.detach()[kept].double()
         self.v = problem.value.detach()[kept].double()
@@ -117,6 +118,19 @@ class Head:
     @cached_property
     def keys(self) -> Tokens:
         return Tokens(self.layout.key, self.layout.warp_keys(self.s.squeeze(1)))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """(out [n_q, dv], lse [n_q])."""
+        ends = self.end_values()
+        return self.evaluate(self.core(self.moments(ends), ends, ends))
+
+    def backward(self, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value for those of out and lse."""
+        ends = self.end_values()
+        core = self.core(self.moments(ends), ends, ends)
+        grad_t, query_moments = self.query_moments(core, g, h)
+        grad_s, grad_v = self.adjoint(core, query_moments, ends)
+        return grad_t * self.scale, grad_s, grad_v
 
     def end_values(self) -> Tensor:
         """Values of the lowest and of the highest key, [2, dv]."""
@@ -220,17 +234,30 @@ def head_indices(problem: Problem) -> Iterator[tuple[int, ...]]:
     return itertools.product(*map(range, problem.query.shape[:-2]))
 
 
-def kept_keys(problem: Problem) -> Tensor | None:
-    """Indices of the keys of a head that are not masked; None if the mask is a bias."""
-    key_mask, n_k, device = problem.key_mask, problem.key.shape[-2], problem.key.device
+def has_envelope(problem: Problem) -> bool:
+    """Whether a problem has a bias per key or Gaussian scores, which `Head` does not know."""
+    return problem.key_bias is not None or problem.is_gaussian
+
+
+def visible_keys(problem: Problem) -> Tensor:
+    """Indices of the keys of a head that are not masked."""
+    key_mask = problem.key_mask
     if key_mask is None:
-        return torch.arange(n_k, device=device)
-    if key_mask.dtype == torch.bool:
-        return (~key_mask).nonzero().squeeze(1)
-    masked = key_mask == -torch.inf
-    if not bool((masked | (key_mask == 0)).all()):
-        return None
-    return (~masked).nonzero().squeeze(1)
+        return torch.arange(problem.key.shape[-2], device=problem.key.device)
+    hidden = key_mask if key_mask.dtype == torch.bool else key_mask == -torch.inf
+    return (~hidden).nonzero().squeeze(1)
+
+
+def kept_keys(problem: Problem) -> Tensor | None:
+    """Indices of the keys of a head that are not masked; None if the head has another score."""
+    return None if has_envelope(problem) else visible_keys(problem)
+
+
+def put_head(to: Gradients, index: tuple[int, ...], found: Gradients) -> None:
+    """The gradients of one head among those of all."""
+    for total, part in zip(to, found, strict=True):
+        if part.numel() > 0:
+            total[index] = part
 
 
 def head_gradients(grads: OutputGradients, index: tuple[int, ...]) -> OutputGradients:

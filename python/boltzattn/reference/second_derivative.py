@@ -7,13 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from boltzattn.problem import Gradients, OutputGradients
+from boltzattn.problem import OutputGradients
 from boltzattn.reference.head import Half, Head, dot
+
+Moves = tuple[Tensor, Tensor, Tensor]  # of t, s and v
 
 
 def double_backward(
-    head: Head, directions: Gradients, grads: OutputGradients
-) -> tuple[OutputGradients, Gradients]:
+    head: Head, directions: Moves, grads: OutputGradients
+) -> tuple[OutputGradients, Moves]:
     """Gradients of D = <directions, backward(grads)>, for grads and for (t, s, v).
 
     D is the derivative of <g, out> + <h, lse> in the direction (to_t, to_s, to_v):
@@ -82,7 +84,7 @@ def double_backward(
             to_x, _, _, to_product, _ = to_row.split(widths, 1)
             grad_v[j] += to_x + moves[j, :1] * to_product
             grad_s[j] += dot(row, by_s)
-    return OutputGradients(grad_g, grad_h), Gradients(grad_t, grad_s, grad_v)
+    return OutputGradients(grad_g, grad_h), (grad_t, grad_s, grad_v)
 
 
 def _means_and_slopes(

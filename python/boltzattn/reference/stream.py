@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from boltzattn.transform.layout import lagrange_weights
 from boltzattn.transform.scan_layout import ScanLayout, StreamState
 
 TOKENS_AT_ONCE = 256
@@ -79,8 +78,7 @@ def query(
         for h in range(len(t)):
             if not bool(alive[h]):
                 continue
-            panel, place = layout.locate(t[h])
-            basis = lagrange_weights(layout.nodes, place)
+            panel, basis = layout.locate(t[h])
             end = end_of_panels(layout, ends[h : h + 1])[0, panel]
             for rows in torch.arange(t.shape[1], device=t.device).split(TOKENS_AT_ONCE):
                 found = torch.einsum("ip,ipd->id", basis[rows], table[h, panel[rows]])

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from boltzattn.transform.layout import chebyshev_nodes
+from boltzattn.transform.layout import chebyshev_nodes, lagrange_weights
 from boltzattn.transform.tolerances import LEAST_NODES, MOST_NODES, NODE_STEP
 
 # The error of interpolation that a scan may have, relative to the largest value.
@@ -26,8 +26,8 @@ SCAN_PRECISION = {
     torch.bfloat16: 1e-4,
     torch.float16: 1e-5,
 }
-WIDEST_RATIO = 2.5  # rounding errors of the nodes grow with it
-LARGEST_KAPPA = 3.6  # rounding errors of the nodes grow like exp(2 kappa)
+WIDEST_RATIO = 3.5  # rounding errors of the nodes grow with it
+LARGEST_KAPPA = 3.0  # rounding errors of the nodes grow like exp(2 kappa)
 MOST_LEVELS = 64
 
 
@@ -51,41 +51,61 @@ class ScanLayout:
 
     def nodes_of_panels(self, device: torch.device | str | None = None) -> Tensor:
         """t of all nodes, [panels, nodes] fp64."""
-        x = chebyshev_nodes(self.nodes, device)
         edges = torch.tensor(self.edges, dtype=torch.float64, device=device)
-        low, high = edges[:-1, None], edges[1:, None]
-        outer = 0.5 * (low + high) + 0.5 * (high - low) * x
-        return torch.cat([edges[:1, None] * x, outer, -outer])
+        outer = edges[1:, None] * outer_nodes(self.nodes, self.ratio, device)
+        return torch.cat([edges[:1, None] * chebyshev_nodes(self.nodes, device), outer, -outer])
 
     def locate(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Panel (int64) of queries t, and their place on it; for t < 0 the place of -t."""
+        """Panels (int64) of queries t [n], and the weights of their nodes there, [n, nodes]."""
         edges = torch.tensor(self.edges, dtype=torch.float64, device=t.device)
         level = torch.searchsorted(edges[:-1].contiguous(), t.abs())
         outer = level > 0
-        high, low = edges[level], edges[(level - 1).clamp(min=0)]
-        place = (2 * t.abs() - (high + low)) / (high - low).where(outer, 1.0)
         panel = torch.where(outer & (t < 0), self.levels + level, level)
-        return panel, torch.where(outer, place, t / edges[0] if self.edges[0] > 0 else 0.0)
+        place = t / edges[0] if self.edges[0] > 0 else torch.zeros_like(t)
+        central = lagrange_weights(self.nodes, place.where(~outer, 0.0))
+        place = (t.abs() / edges[level]).where(outer, 1.0)
+        return panel, torch.where(
+            outer[:, None], outer_weights(self.nodes, self.ratio, place), central
+        )
 
     def measured_from_high(self, panel: Tensor) -> Tensor:
         return (panel > 0) & (panel <= self.levels)
 
 
+def outer_nodes(nodes: int, ratio: float, device: torch.device | str | None = None) -> Tensor:
+    """Nodes of an outer panel, relative to its outer end: Chebyshev's in log t."""
+    half: Tensor = 0.5 * (chebyshev_nodes(nodes, device) - 1)
+    return ratio**half
+
+
+def outer_weights(nodes: int, ratio: float, place: Tensor) -> Tensor:
+    """Weights of an outer panel's nodes at fp64 places [n], [n, nodes].
+
+    Lagrange's basis with poles at the mirror images -x_b of the nodes: the best approximation of
+    exp(-x d) by exp(-x_b d) over all d >= 0, in L2.
+    """
+    node = outer_nodes(nodes, ratio, place.device)
+    factor = (node[:, None] + node).prod(1) / (node[:, None] - node).fill_diagonal_(1).prod(1)
+    gap = place[:, None] - node
+    one = torch.ones_like(gap[:, :1])
+    left = torch.cat([one, gap[:, :-1].cumprod(1)], 1)
+    right = torch.cat([one, gap[:, 1:].flip(1).cumprod(1)], 1).flip(1)
+    return left * right * factor / (place[:, None] + node).prod(1, keepdim=True)
+
+
 def scan_error(nodes: int, ratio: float) -> float:
     """The largest error of one key on an outer panel."""
-    x = (ratio + 1) / (ratio - 1)
-    rho = x + math.sqrt(x * x - 1)
-    return 4 / (rho - 1) * rho**-nodes
+    root = math.sqrt(ratio)
+    return 3 * float(((root - 1) / (2 * (root + 1))) ** nodes)
 
 
 def scan_ratio(precision: float, nodes: int, keys: int) -> float:
     """The largest ratio for which `keys` such errors add up to `precision` at most."""
-    wanted = 4 * keys / precision
-    rho = max(2.0, wanted ** (1 / nodes))  # wanted = (rho - 1) rho^nodes, from above
-    for _ in range(2):
-        rho = max(2.0, (wanted / (rho - 1)) ** (1 / nodes))
-    x = (rho + 1 / rho) / 2
-    return min(WIDEST_RATIO, (x + 1) / (x - 1))
+    q = (precision / (3 * max(keys, 1))) ** (1 / nodes)
+    if q >= 0.25:
+        return WIDEST_RATIO
+    root = (1 + 2 * q) / (1 - 2 * q)
+    return min(WIDEST_RATIO, root * root)
 
 
 @lru_cache
@@ -105,7 +125,7 @@ def scan_kappa(precision: float, nodes: int) -> float:
     for _ in range(30):
         middle = (low + high) / 2
         low, high = (middle, high) if error(middle) <= math.log(precision) else (low, middle)
-    return low
+    return round(low, 4)
 
 
 def scan_layout_of(t_most: float, nodes: int, levels: int, ratio: float) -> ScanLayout:
@@ -117,17 +137,24 @@ def scan_layout_of(t_most: float, nodes: int, levels: int, ratio: float) -> Scan
 def make_scan_layout(
     dtype: torch.dtype, t_most: float, extent: float, keys: int
 ) -> ScanLayout | None:
-    """The layout with fewest nodes for queries |t| <= t_most and keys `extent` apart at most."""
+    """The layout for queries |t| <= t_most and keys `extent` apart at most.
+
+    A token is added to all nodes and reads those of one panel, so their sum is smallest.
+    """
     precision = SCAN_PRECISION[dtype]
     best = None
     for nodes in range(LEAST_NODES, MOST_NODES + 1, NODE_STEP):
-        ratio = scan_ratio(precision, nodes, max(keys, 1))
+        ratio = scan_ratio(precision, nodes, keys)
         reach = t_most * extent / 2 / scan_kappa(precision, nodes)
         levels = math.ceil(math.log(reach) / math.log(ratio)) if 1 < reach < math.inf else 0
         if reach == math.inf or levels > MOST_LEVELS:
             continue
-        if best is None or nodes * (2 * levels + 1) < best[0] * (2 * best[1] + 1):
-            best = nodes, levels, ratio
+        if best is None or nodes * (levels + 1) < best[0] * (best[1] + 1):
+            best = (
+                nodes,
+                levels,
+                reach ** (1 / levels) if levels else ratio,
+            )  # no wider than necessary
     if best is None:
         return None
     return scan_layout_of(t_most, *best)

@@ -34,6 +34,16 @@ class SharedRange(NamedTuple):
     level: float  # of precision; below 0: not served
 
 
+# Layouts widen with the logarithm of the number of keys. Processes that share a sequence count keys
+# in these steps, so that what they send is the same for every length in use.
+MOST_KEYS = (2**24, 2**36, 2**48)
+
+
+def step_of_keys(n: float) -> float:
+    """The step of MOST_KEYS that n keys are in."""
+    return next((most for most in MOST_KEYS if n <= most), n) if n > 0 else 0
+
+
 LEVEL = SharedRange._fields.index("level")
 
 

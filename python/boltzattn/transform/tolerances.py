@@ -26,6 +26,10 @@ PRECISION = {
 REFERENCE_PRECISION = PRECISION[torch.float64]
 LEVELS = 3  # precisions that the CPU backend tries, each 1000 times tighter, before `direct`
 
+# The rounding error that a certificate in fp64 counts with; the second is per unit of the logits.
+ROUNDING = 8e-15
+ROUNDING_OF_PRODUCT = 4e-16
+
 LARGEST_PRODUCT = 3e7  # B = max|t| R beyond which fp64 itself loses the logits
 LARGEST_SUM = 1e300  # of |value| over the keys: sums must not overflow
 LEAST_EXTENT = 1e-290  # of the keys: its inverse must not overflow

@@ -103,7 +103,7 @@ def test_as_in_python_and_cpp(span: layout.Range) -> None:
     key = torch.linspace(span.s_min, span.s_max, span.keys).view(1, span.keys, 1)
     ends = (query.min(), query.max(), key.min(), key.max())
     exact = layout.Range(*(float(x) for x in ends), span.keys)
-    row = find_layouts(Problem(query, key, key, None, None, None, 1.0, 0.0, False)).layout[0]
+    row = find_layouts(Problem(query, key, key, *[None] * 4, 1.0, 0.0, False, False)).layout[0]
     sizes = (exact.t_min, exact.t_max, exact.s_min, exact.s_max, exact.keys, NODES, NODES)
     share = torch.cat([torch.tensor([0.0, 1.0]), torch.rand(TOKENS - 2)]).double()
 

@@ -32,7 +32,7 @@ def inputs(dtype: torch.dtype, n_q: int, n_k: int, dv: int, heads: int = 1) -> l
 
 
 def problem_of(query: Tensor, key: Tensor, value: Tensor, scale: float = 1.0) -> Problem:
-    return Problem(query, key, value, None, None, None, scale, 0.0, False)
+    return Problem(query, key, value, *[None] * 4, scale, 0.0, False, False)
 
 
 def served(query: Tensor, key: Tensor, value: Tensor) -> list[int]:
