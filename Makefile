@@ -53,25 +53,29 @@ seed ?=
 fuzz: venv
 	OMP_WAIT_POLICY=passive PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.run --minutes $(minutes) $(if $(seed),--seed $(seed))
 
-TORCHLESS := $(wildcard csrc/cpu/isa_*.cpp) csrc/cpu/memory.cpp
-
 # A program without torch or Python. -O1 keeps the compiler's time at 20 s a file and the stack traces
 # readable; without an optimiser the run would take minutes.
-SANITIZE := -std=c++17 -O1 -g1 -fno-omit-frame-pointer -fno-math-errno -Wall -Wextra -Wno-psabi \
+CHECKED := build/sanitize
+CHECKED_FLAGS := -std=c++17 -O1 -g1 -fno-omit-frame-pointer -fno-math-errno -Wall -Wextra -Wno-psabi \
 	-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -pthread
-SANITIZED := $(patsubst %.cpp,build/sanitize/%.o,$(notdir $(TORCHLESS) $(SANITIZER)))
-vpath %.cpp csrc/cpu tests/sanitize
+UNITS := $(patsubst csrc/cpu/units/%.inc.h,%,$(wildcard csrc/cpu/units/*.inc.h))
+CHECKED_OBJECTS := $(UNITS:%=portable_%.o) $(UNITS:%=wide_%.o) memory.o kernels.o
+vpath %.cpp csrc/cpu csrc/cpu/isa tests/sanitize
 
 sanitize:
-	$(MAKE) --no-print-directory -j $$(getconf _NPROCESSORS_ONLN) build/sanitize/kernels
-	build/sanitize/kernels
+	$(MAKE) --no-print-directory -j $$(getconf _NPROCESSORS_ONLN) $(CHECKED)/kernels
+	$(CHECKED)/kernels
 
-build/sanitize/kernels: $(SANITIZED)
-	$(CXX) $(SANITIZE) $^ -o $@
+$(CHECKED)/kernels: $(CHECKED_OBJECTS:%=$(CHECKED)/%)
+	$(CXX) $(CHECKED_FLAGS) $^ -o $@
 
-build/sanitize/%.o: %.cpp $(SOURCES)
+$(CHECKED)/wide_%.o: wide.cpp $(SOURCES)
 	@mkdir -p $(@D)
-	$(CXX) $(SANITIZE) -Icsrc -c $< -o $@
+	$(CXX) $(CHECKED_FLAGS) -Icsrc -DBOLTZATTN_UNIT='"cpu/units/$*.inc.h"' -c $< -o $@
+
+$(CHECKED)/%.o: %.cpp $(SOURCES)
+	@mkdir -p $(@D)
+	$(CXX) $(CHECKED_FLAGS) -Icsrc -c $< -o $@
 
 # The extension itself under AddressSanitizer, whose libraries must be loaded before Python. Leaks are
 # not looked for: Python and torch keep what they have until they end.
@@ -83,12 +87,12 @@ fuzz-operators: venv
 		BOLTZATTN_FUZZED_EXTENSION="$$(echo build/asan/boltzattn/_C*.so)" \
 		$(BIN)/python tests/support/fuzz_operators.py --calls $(calls)
 
-# The same program for ARM64, cross-compiled and emulated; Debian: g++-aarch64-linux-gnu, qemu-user.
+# The program of `sanitize` for ARM64, cross-compiled and emulated; Debian: g++-aarch64-linux-gnu,
+# qemu-user.
 arm64:
-	@mkdir -p build
-	aarch64-linux-gnu-g++ -std=c++17 -O2 -fno-math-errno -pthread -static -Icsrc $(SANITIZER) \
-		$(TORCHLESS) -o build/arm64
-	qemu-aarch64 build/arm64
+	$(MAKE) --no-print-directory -j $$(getconf _NPROCESSORS_ONLN) CXX=aarch64-linux-gnu-g++ CHECKED=build/arm64 \
+		CHECKED_FLAGS="-std=c++17 -O2 -fno-math-errno -pthread -static" build/arm64/kernels
+	qemu-aarch64 build/arm64/kernels
 
 lint: $(VENV)/.requirements
 	$(BIN)/ruff check .

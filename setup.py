@@ -173,6 +173,9 @@ def extensions_and_commands() -> tuple[list[Extension], dict]:
         """A failed compile must not take the Python package down with it."""
 
         def run(self) -> None:
+            if self.editable_mode:
+                # Not pip's temporary folder, so that ninja compiles again only what has changed.
+                self.build_temp = str(ROOT / "build/objects")
             try:
                 super().run()
             except SystemExit:
@@ -244,7 +247,7 @@ def extensions_and_commands() -> tuple[list[Extension], dict]:
     extensions = [
         Extension(
             "boltzattn._C",
-            sources=sources("csrc/*.cpp", "csrc/cpu/*.cpp"),
+            sources=sources("csrc/*.cpp", "csrc/cpu/**/*.cpp"),
             depends=sources("csrc/*.h", "csrc/spec/*.h", "csrc/cpu/**/*.h"),
             include_dirs=[str(ROOT / "csrc"), *pybind_include, *include_paths()],
             libraries=["torch_cpu"],

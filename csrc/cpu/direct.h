@@ -266,7 +266,7 @@ static void direct_forward_rows(const Attention& call, int64_t h, int64_t first_
 
 // Only heads `first_head` to `head_end`: the transform passes on single heads it cannot serve.
 template <class T>
-static void direct_forward_heads(const Attention& call, int64_t first_head, int64_t head_end) {
+void direct_forward_heads(const Attention& call, int64_t first_head, int64_t head_end) {
   const int64_t heads = head_end - first_head;
   // Rows of one task share the packing of keys and values, so tasks are as large as threads can
   // share evenly. A row's result does not depend on the rows beside it.
@@ -280,6 +280,6 @@ static void direct_forward_heads(const Attention& call, int64_t first_head, int6
 }
 
 template <class T>
-static void direct_forward(const Attention& call) {
+void direct_forward(const Attention& call) {
   direct_forward_heads<T>(call, 0, call.heads);
 }

@@ -332,8 +332,7 @@ static void finish_head(const AttentionGradient& g, int64_t h, int64_t shares,
 }
 
 template <class T>
-static void direct_backward_heads(const AttentionGradient& g, int64_t first_head,
-                                  int64_t head_end) {
+void direct_backward_heads(const AttentionGradient& g, int64_t first_head, int64_t head_end) {
   const Attention& call = g.call;
   const int64_t n_q = call.n_q, rank = call.rank, heads = head_end - first_head;
   // Depends on the sizes only, not on the number of threads: the order of sums must stay the same.
@@ -371,6 +370,6 @@ static void direct_backward_heads(const AttentionGradient& g, int64_t first_head
 }
 
 template <class T>
-static void direct_backward(const AttentionGradient& g) {
+void direct_backward(const AttentionGradient& g) {
   direct_backward_heads<T>(g, 0, g.call.heads);
 }

@@ -13,7 +13,7 @@ const Kernels& kernels() {
   static const Kernels* const best = [] {
     for (const Kernels* table : kTables)
       if (table->supported()) return table;
-    return &kPortable;
+    return &portable::kTable;
   }();
   return *best;
 }

@@ -1,8 +1,12 @@
 // The CPU kernels are compiled once per instruction set, and each set provides this table of
 // functions.
 //
-// Each isa_*.cpp includes this file before it enables instructions: inline functions that other
-// files share must not be compiled with instructions that the machine may not have.
+// isa/avx2.h and its like include this file before they enable instructions: inline functions that
+// other files share must not be compiled with instructions that the machine may not have. Then they
+// define BOLTZATTN_ISA (a namespace), BOLTZATTN_SUPPORTED and the sizes of vectors and tiles, and
+// include one of units/*.inc.h. The files isa/*.cpp, one for each instruction set and unit, say
+// which. Units are compiled apart so that compilers run side by side and a change costs one unit's
+// time.
 #pragma once
 
 #include <cmath>
@@ -67,14 +71,22 @@ struct Kernels {
   void (*shard_backward)(const AttentionGradient&, const ScanShard&);
 };
 
-extern const Kernels kAvx512, kAvx2, kPortable;
+namespace avx512 {
+extern const Kernels kTable;
+}
+namespace avx2 {
+extern const Kernels kTable;
+}
+namespace portable {
+extern const Kernels kTable;
+}
 
 // The tables for this architecture, best first.
 constexpr const Kernels* kTables[] = {
 #ifdef __x86_64__
-    &kAvx512, &kAvx2,
+    &avx512::kTable, &avx2::kTable,
 #endif
-    &kPortable};
+    &portable::kTable};
 
 // The best supported table, unless a test has forced another by name.
 const Kernels& kernels();

@@ -30,6 +30,10 @@ struct Attention {
   Matrix seed;       // [heads, 1, 1] int64
   Matrix out;        // written by forward, read by backward
   Matrix lse;        // [heads, n_q, 1], fp64, rows next to each other; none for a layer
+
+  // Whether logits of rank 1 are more than products, whatever the pair's distance.
+  bool is_lookup() const { return is_gaussian || (key_mask && key_mask.dtype != DType::kBool); }
+  bool is_biased() const { return is_lookup() || slopes; }
 };
 
 inline double* lse_of(const Attention& call, int64_t h) {

@@ -23,7 +23,7 @@ BOLTZATTN_INLINE void project_tile(int64_t width, const T* const* row, const T* 
 }
 
 template <class T>
-static void project(const Projection& p) {
+void project(const Projection& p) {
   const int64_t width = round_up(p.columns, kLanes<T>), chunks = ceil_div(p.n, kProjectTokens);
   const int64_t outputs = round_up(p.outputs, 2);
   Buffer<T> weight(outputs * width), bias(outputs);

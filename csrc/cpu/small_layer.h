@@ -134,7 +134,7 @@ static void read_bias(const Matrix& bias, int64_t count, Buffer<T>& to) {
 }
 
 template <class T>
-static void small_layer_forward(const SmallLayer& layer) {
+void small_layer_forward(const SmallLayer& layer) {
   SmallLayerView<T> view(layer);
   const int64_t tokens = layer.batch * layer.n, numbers = view.numbers, width = view.width;
   const DType dtype = layer.x.dtype;
@@ -214,7 +214,7 @@ static void sum_of_rows(const T* rows, int64_t tokens, int64_t columns, const Ma
 }
 
 template <class T>
-static void small_layer_backward(const SmallLayerGradient& g) {
+void small_layer_backward(const SmallLayerGradient& g) {
   const SmallLayer& layer = g.layer;
   SmallLayerView<T> view(layer);
   const int64_t tokens = layer.batch * layer.n, numbers = view.numbers, width = view.width;

@@ -47,7 +47,7 @@ static void for_sequences(const Sequence* sequences, int64_t count, Body body) {
 }
 
 template <class T>
-static void varlen_forward(const Attention& whole, const Sequence* sequences, int64_t count) {
+void varlen_forward(const Attention& whole, const Sequence* sequences, int64_t count) {
   AttentionGradient none{};
   none.call = whole;
   for_sequences(sequences, count, [&](const Sequence& s) {
@@ -62,8 +62,7 @@ static void varlen_forward(const Attention& whole, const Sequence* sequences, in
 }
 
 template <class T>
-static void varlen_backward(const AttentionGradient& whole, const Sequence* sequences,
-                            int64_t count) {
+void varlen_backward(const AttentionGradient& whole, const Sequence* sequences, int64_t count) {
   // Each sequence has its own gradient of the slopes, so that they are added up in order.
   const int64_t heads = whole.call.heads;
   const Matrix& slopes = whole.grad_slopes;

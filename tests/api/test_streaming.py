@@ -240,7 +240,7 @@ def test_backends_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [boltzattn.StreamingAttention(2, 5, 10.0) for _ in range(2)]
     streams[0].append(key, value)
     found = streams[0].query(query, return_lse=True)
-    monkeypatch.setattr(streams[1], "_kernels", kernels("reference", "stream"))
+    monkeypatch.setattr(streams[1]._table, "_kernels", kernels("reference", "stream"))
     for piece in (slice(0, 300), slice(300, 700)):
         streams[1].append(key[:, piece], value[:, piece])
     torch.testing.assert_close(streams[1].query(query, return_lse=True), found)
@@ -248,7 +248,7 @@ def test_backends_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(streams[0].step(*step), streams[1].step(*step))
     with pytest.raises(ValueError, match="query_bound = 10, got 11"):
         streams[1].step(torch.full((2, 1, 1), 11.0), *step[1:])
-    for one, other in zip(*(stream._state.tables for stream in streams), strict=True):
+    for one, other in zip(*(stream._table.tensors for stream in streams), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 

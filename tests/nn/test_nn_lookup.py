@@ -224,7 +224,19 @@ def test_process_groups_are_refused(options: dict) -> None:
 
 
 @every_option
-def test_step_is_refused_with_the_remedy(options: dict) -> None:
-    layer = LowRankAttention(EMBED, HEADS, **options)
-    with pytest.raises(ValueError, match=r"step needs .* call forward with is_causal=True"):
-        layer.step(torch.randn(N_Q, BATCH, EMBED))
+@pytest.mark.parametrize("prompt", [1, 40])
+def test_steps_equal_the_causal_pass(prompt: int, options: dict) -> None:
+    torch.manual_seed(0)
+    layer = LowRankAttention(EMBED, HEADS, dtype=torch.float64, **options)
+    x = torch.randn(150, BATCH, EMBED, dtype=torch.float64)
+    bounds = {"query_bound": 20.0, "key_bound": 20.0} if prompt == 1 else {}
+    x = x / x.norm(dim=-1, keepdim=True) * EMBED**0.5 if prompt > 1 else x
+    out, state = layer.step(x[:prompt], **bounds)
+    parts = [out]
+    for i in range(prompt, len(x)):
+        out, state = layer.step(x[i : i + 1], state)
+        parts.append(out)
+    with torch.no_grad():
+        whole = layer(x, x, x, is_causal=True)[0]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0.0, atol=1e-9)
+    assert len(state) == len(x)

@@ -1,10 +1,5 @@
 // Heads with a bias per key or Gaussian scores. Included inside an ISA's namespace.
 
-// Whether a call takes this path; others have neither.
-static bool is_lookup(const Attention& call) {
-  return call.is_gaussian || (call.key_mask && call.key_mask.dtype != DType::kBool);
-}
-
 // The largest distance of a query to its nearest key.
 static double farthest_lookup(const Sites& queries, const Sites& keys) {
   double most = 0;
@@ -61,7 +56,7 @@ static void write_empty(const Lookup<T>& head) {
 }
 
 template <class T>
-static void lookup_forward(const Attention& call) {
+void lookup_forward(const Attention& call) {
   for_heads(call.heads, [&](int64_t h) {
     Lookup<T> head(call, h);
     if (!build(head, false)) return direct_forward_heads<T>(call, h, h + 1);
@@ -91,7 +86,7 @@ static bool write_gradients(const Lookup<T>& head, const AttentionGradient& g) {
 }
 
 template <class T>
-static void lookup_backward(const AttentionGradient& g) {
+void lookup_backward(const AttentionGradient& g) {
   for_heads(g.call.heads, [&](int64_t h) {
     Lookup<T> head(g.call, h);
     if (!build(head, true) || !write_gradients(head, g)) direct_backward_heads<T>(g, h, h + 1);
@@ -99,7 +94,7 @@ static void lookup_backward(const AttentionGradient& g) {
 }
 
 template <class T>
-static void lookup_report(const Attention& call, TransformReport* reports) {
+void lookup_report(const Attention& call, TransformReport* reports) {
   for_heads(call.heads, [&](int64_t h) {
     Lookup<T> head(call, h);
     const bool served = build(head, false);

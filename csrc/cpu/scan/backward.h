@@ -623,8 +623,8 @@ struct ScanBackward {
 };
 
 template <class T>
-static void scan_backward(const AttentionGradient& g) {
-  if (is_biased(g.call) && g.call.n_q > 0) return biased_backward<T>(g);
+void scan_backward(const AttentionGradient& g) {
+  if (g.call.is_biased() && g.call.n_q > 0) return biased_backward<T>(g);
   for_heads(g.call.heads, [&](int64_t h) {
     ScanHead head{g.call, h};
     if (head.chunks == 0 || !prepare(head) || !ScanBackward<T>{g, head}.run())

@@ -18,10 +18,6 @@
 
 constexpr int kMostBiasedFeatures = 640;
 
-static bool is_biased(const Attention& call) {
-  return is_lookup(call) || bool(call.slopes);
-}
-
 // Nodes of a panel, and the error of a weight relative to itself.
 BOLTZATTN_INLINE EnvelopePrecision biased_precision(DType dtype) {
   return dtype == DType::kFloat64 || dtype == DType::kFloat32 ? envelope_precision(dtype)
@@ -441,7 +437,7 @@ static void for_biased_heads(int64_t heads, Serve serve, Direct direct) {
 }
 
 template <class T>
-static void biased_forward(const Attention& call) {
+void biased_forward(const Attention& call) {
   for_biased_heads(
       call.heads,
       [&](int64_t h) {

@@ -395,7 +395,7 @@ struct BiasedBackward {
 };
 
 template <class T>
-static void biased_backward(const AttentionGradient& g) {
+void biased_backward(const AttentionGradient& g) {
   for_biased_heads(
       g.call.heads,
       [&](int64_t h) {

@@ -240,7 +240,7 @@ struct ScanChunk {
 
 // Finds the ends of the keys before each chunk and the layout; false if the head is not for the
 // scan.
-static bool prepare(ScanHead& head) {
+inline bool prepare(ScanHead& head) {
   const Attention& call = head.call;
   const int64_t segments = head.segments;
   struct Found {
@@ -254,7 +254,7 @@ static bool prepare(ScanHead& head) {
     head.for_chunks(g, [&](int64_t c) {
       const int64_t first = c * kScanChunk;
       double number[kScanChunk];
-      uint8_t skip[kScanChunk];
+      uint8_t skip[kScanChunk] = {};
       const int64_t rows = least(kScanChunk, call.n_q - first);
       read_column(call.query, head.h, first, rows, number);
       for (int64_t i = 0; i < rows; ++i) {
@@ -266,7 +266,7 @@ static bool prepare(ScanHead& head) {
       read_column(call.key, head.h, first, tokens, number);
       Ends ends;
       for (int64_t j = 0; j < tokens; ++j) {
-        if (call.key_mask && skip[j]) continue;
+        if (skip[j]) continue;
         ends.extend(number[j], first + j);
         here.odd += number[j] * 0;
         here.sum += number[j];

@@ -245,9 +245,9 @@ struct ScanForward {
 
 // A head that is not for the scan, or has results that are not finite, goes to `direct`.
 template <class T>
-static void scan_forward(const Attention& call) {
+void scan_forward(const Attention& call) {
   if (call.n_q == 0) return;
-  if (is_biased(call)) return biased_forward<T>(call);
+  if (call.is_biased()) return biased_forward<T>(call);
   for_heads(call.heads, [&](int64_t h) {
     ScanHead head{call, h};
     if (!prepare(head) || !ScanForward<T>{head}.run()) direct_forward_heads<T>(call, h, h + 1);

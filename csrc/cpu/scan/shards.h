@@ -119,7 +119,7 @@ struct ShardRows : ScanBackward<T> {
 
 // `to` is full of zeros, with the ends of no keys.
 template <class T>
-static void shard_tables(const Attention& call, const ScanShard& shard, const ShardTables& to) {
+void shard_tables(const Attention& call, const ScanShard& shard, const ShardTables& to) {
   if (call.n_q == 0) return;
   for_heads(call.heads, [&](int64_t h) {
     ScanHead head{call, h, &shard};
@@ -133,7 +133,7 @@ static void shard_tables(const Attention& call, const ScanShard& shard, const Sh
 }
 
 template <class T>
-static void shard_forward(const Attention& call, const ScanShard& shard, double* z) {
+void shard_forward(const Attention& call, const ScanShard& shard, double* z) {
   if (call.n_q == 0) return;
   for_heads(call.heads, [&](int64_t h) {
     ScanHead head{call, h, &shard};
@@ -148,7 +148,7 @@ static void shard_forward(const Attention& call, const ScanShard& shard, double*
 
 // `to` is full of zeros.
 template <class T>
-static void shard_rows(const AttentionGradient& g, const ScanShard& shard, const double* z,
+void shard_rows(const AttentionGradient& g, const ScanShard& shard, const double* z,
                        double* to) {
   if (g.call.n_q == 0) return;
   for_heads(g.call.heads, [&](int64_t h) {
@@ -158,7 +158,7 @@ static void shard_rows(const AttentionGradient& g, const ScanShard& shard, const
 }
 
 template <class T>
-static void shard_backward(const AttentionGradient& g, const ScanShard& shard) {
+void shard_backward(const AttentionGradient& g, const ScanShard& shard) {
   if (g.call.n_q == 0) return;
   for_heads(g.call.heads, [&](int64_t h) {
     ScanHead head{g.call, h, &shard};

@@ -23,7 +23,7 @@ static ScanTable<double> table_of(const Stream& s, int64_t h) {
 }
 
 // Whether keys and values are finite; and the largest extent of a head's keys with these.
-static void stream_extent(const Attention& call, const Stream& s, bool* finite, double* extent) {
+void stream_extent(const Attention& call, const Stream& s, bool* finite, double* extent) {
   Buffer<double> odd(call.heads), wide(call.heads);
   for_heads(call.heads, [&](int64_t h) {
     Ends ends = ends_of(s, h);
@@ -48,7 +48,7 @@ static void stream_extent(const Attention& call, const Stream& s, bool* finite, 
   }
 }
 
-static double stream_largest(const Attention& call) {
+double stream_largest(const Attention& call) {
   double largest = 0, odd = 0;
   for (int64_t h = 0; h < call.heads; ++h)
     for (int64_t i = 0; i < call.n_q; ++i) {
@@ -96,7 +96,7 @@ static void append_one(const Attention& call, const Stream& s, int64_t h) {
   s.ends[2 * h + 1] = after.low;
 }
 
-static void stream_append(const Attention& tokens, const Stream& s) {
+void stream_append(const Attention& tokens, const Stream& s) {
   Attention call = tokens;
   call.n_q = call.n_k;
   call.query = call.key;  // a chunk has rows; nobody reads them here
@@ -133,7 +133,7 @@ template <class Reference>
 using Wide = std::conditional_t<sizeof(std::remove_reference_t<Reference>) == 8, double, float>;
 
 // out and lse of the queries over all tokens so far.
-static void stream_query(const Attention& queries, const Stream& s) {
+void stream_query(const Attention& queries, const Stream& s) {
   Attention call = queries;
   call.n_k = 0;
   call.key = call.query;  // a chunk has keys; there are none here

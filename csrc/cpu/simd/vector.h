@@ -1,5 +1,5 @@
 // Vectors of the width of the instruction set this is compiled for, by the compiler's own vector
-// types: one source, no intrinsics. Included inside an ISA's namespace (see kernels.inc.h).
+// types: one source, no intrinsics. Included inside an ISA's namespace (see cpu/isa.h).
 
 template <class T>
 struct VectorOf;

@@ -87,8 +87,8 @@ static bool build(Head<T>& head, bool slopes) {
 }
 
 template <class T>
-static void transform_forward(const Attention& call) {
-  if (is_lookup(call)) return lookup_forward<T>(call);
+void transform_forward(const Attention& call) {
+  if (call.is_lookup()) return lookup_forward<T>(call);
   for_heads(call.heads, [&](int64_t h) {
     Head<T> head(call, h);
     build(head, false) ? evaluate(head) : direct_forward_heads<T>(call, h, h + 1);
@@ -96,8 +96,8 @@ static void transform_forward(const Attention& call) {
 }
 
 template <class T>
-static void transform_backward(const AttentionGradient& g) {
-  if (is_lookup(g.call)) return lookup_backward<T>(g);
+void transform_backward(const AttentionGradient& g) {
+  if (g.call.is_lookup()) return lookup_backward<T>(g);
   for_heads(g.call.heads, [&](int64_t h) {
     Head<T> head(g.call, h);
     build(head, true) ? write_gradients(head, g) : direct_backward_heads<T>(g, h, h + 1);
@@ -106,7 +106,7 @@ static void transform_backward(const AttentionGradient& g) {
 
 // The heads are added up one after the other. Returns whether all were served.
 template <class T>
-static bool layer_forward(const Attention& call, const Layer& layer) {
+bool layer_forward(const Attention& call, const Layer& layer) {
   for (int64_t h = 0; h < call.heads; ++h) {
     Head<T> head(call, h, &layer);
     if (!build(head, false)) return false;
@@ -116,7 +116,7 @@ static bool layer_forward(const Attention& call, const Layer& layer) {
 }
 
 template <class T>
-static bool layer_backward(const AttentionGradient& g, const Layer& layer) {
+bool layer_backward(const AttentionGradient& g, const Layer& layer) {
   for (int64_t h = 0; h < g.call.heads; ++h) {
     Head<T> head(g.call, h, &layer);
     if (!build(head, true)) return false;
@@ -126,8 +126,8 @@ static bool layer_backward(const AttentionGradient& g, const Layer& layer) {
 }
 
 template <class T>
-static void transform_report(const Attention& call, TransformReport* reports) {
-  if (is_lookup(call)) return lookup_report<T>(call, reports);
+void transform_report(const Attention& call, TransformReport* reports) {
+  if (call.is_lookup()) return lookup_report<T>(call, reports);
   for_heads(call.heads, [&](int64_t h) {
     Head<T> head(call, h);
     const bool served = build(head, false);

@@ -41,17 +41,6 @@ static void blend(int nodes, int64_t tokens, const T* weight, const T* table, T*
 }
 
 template <class T>
-static void fill_rows(const Matrix& m, int64_t h, int64_t rows, int64_t count, const T* row) {
-  for (int64_t i = 0; i < rows; ++i) write_block(row, 0, 1, 1, count, m, h, i, 0);
-}
-template <class T>
-static void zero_rows(const Matrix& m, int64_t h, int64_t rows, int64_t count) {
-  Buffer<T> zero(count);
-  set_zero(zero.data, count);
-  fill_rows(m, h, rows, count, zero.data);
-}
-
-template <class T>
 static void write_lse(const Head<T>& head, int panel, const Tile& tile, const T* weight,
                       const T* log_z, const double* t) {
   alignas(64) T blended[kTile];

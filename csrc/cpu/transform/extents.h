@@ -47,7 +47,7 @@ static void serial(int64_t tasks, Body&& body) {
 }
 
 // Reads which keys are masked; false if the mask is floating, a bias.
-static bool read_mask(const Attention& call, int64_t h, int64_t first, int64_t count,
+inline bool read_mask(const Attention& call, int64_t h, int64_t first, int64_t count,
                       uint8_t* skip) {
   const Matrix& m = call.key_mask;
   if (!m) return true;
@@ -63,7 +63,7 @@ static bool read_mask(const Attention& call, int64_t h, int64_t first, int64_t c
 }
 
 // Reads what is added to the logits of keys, and which keys are hidden.
-static void read_bias(const Attention& call, int64_t h, int64_t first, int64_t count, double* bias,
+inline void read_bias(const Attention& call, int64_t h, int64_t first, int64_t count, double* bias,
                       uint8_t* skip) {
   read_mask(call, h, first, count, skip);
   if (call.key_mask && call.key_mask.dtype != DType::kBool) {
@@ -75,7 +75,7 @@ static void read_bias(const Attention& call, int64_t h, int64_t first, int64_t c
     if (skip[j]) bias[j] = 0;
 }
 
-static void find_extents(const Attention& call, int64_t h, Extent& queries, Extent& keys) {
+inline void find_extents(const Attention& call, int64_t h, Extent& queries, Extent& keys) {
   const int64_t chunks = ceil_div(most(call.n_q, call.n_k), kChunk);
   Buffer<Extent> parts(2 * chunks);
   auto body = [&](int64_t c) {

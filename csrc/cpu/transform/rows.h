@@ -211,3 +211,14 @@ BOLTZATTN_INLINE T dot(const T* a, const T* b, int64_t columns) {
   for (int64_t c = 0; c < columns; c += kLanes<T>) sum += load(a + c) * load(b + c);
   return reduce_sum<T>(sum);
 }
+
+template <class T>
+static void fill_rows(const Matrix& m, int64_t h, int64_t rows, int64_t count, const T* row) {
+  for (int64_t i = 0; i < rows; ++i) write_block(row, 0, 1, 1, count, m, h, i, 0);
+}
+template <class T>
+static void zero_rows(const Matrix& m, int64_t h, int64_t rows, int64_t count) {
+  Buffer<T> zero(count);
+  set_zero(zero.data, count);
+  fill_rows(m, h, rows, count, zero.data);
+}

@@ -93,7 +93,7 @@ static void copy_rows(int64_t rows, const double* from, int64_t from_width, doub
 }
 
 template <class T>
-static void stage_extents(const Attention& call, Extent* extents) {
+void stage_extents(const Attention& call, Extent* extents) {
   for_heads(call.heads, [&](int64_t h) {
     extents[2 * h] = extents[2 * h + 1] = Extent();
     find_extents(call, h, extents[2 * h], extents[2 * h + 1]);
@@ -112,7 +112,7 @@ static void find_starts(const Attention& call, const SharedRange* shared, int64_
 }
 
 template <class T>
-static void stage_sizes(const Attention& call, const SharedRange* shared, int64_t* sizes) {
+void stage_sizes(const Attention& call, const SharedRange* shared, int64_t* sizes) {
   Buffer<int64_t> starts(2 * (call.heads + 1));
   find_starts<T>(call, shared, starts.data);
   sizes[0] = starts.data[2 * call.heads];
@@ -131,7 +131,7 @@ static void for_shared_heads(const Attention& call, const SharedRange* shared, B
 }
 
 template <class T>
-static void stage_moments(const Attention& call, const SharedRange* shared, const Extent* extents,
+void stage_moments(const Attention& call, const SharedRange* shared, const Extent* extents,
                           double* moments) {
   for_shared_heads<T>(call, shared, [&](SharedHead<T>& head, int64_t first, int64_t) {
     if (!head.nothing()) give_moments(head, extents[2 * head.h + 1], moments + first);
@@ -139,7 +139,7 @@ static void stage_moments(const Attention& call, const SharedRange* shared, cons
 }
 
 template <class T>
-static void stage_evaluate(const Attention& call, const SharedRange* shared, const double* moments,
+void stage_evaluate(const Attention& call, const SharedRange* shared, const double* moments,
                            bool* served) {
   for_shared_heads<T>(call, shared, [&](SharedHead<T>& head, int64_t first, int64_t) {
     served[head.h] = head.served && (head.nothing() || build_from(head, moments + first, false));
@@ -149,7 +149,7 @@ static void stage_evaluate(const Attention& call, const SharedRange* shared, con
 
 // A head that is not served gets no gradients; `evaluate` has reported it.
 template <class T>
-static void stage_query_moments(const AttentionGradient& g, const SharedRange* shared,
+void stage_query_moments(const AttentionGradient& g, const SharedRange* shared,
                                 const double* moments, double* query_moments) {
   for_shared_heads<T>(g.call, shared, [&](SharedHead<T>& head, int64_t first, int64_t start) {
     double* to = query_moments + start;
@@ -165,7 +165,7 @@ static void stage_query_moments(const AttentionGradient& g, const SharedRange* s
 }
 
 template <class T>
-static void stage_adjoint(const AttentionGradient& g, const SharedRange* shared,
+void stage_adjoint(const AttentionGradient& g, const SharedRange* shared,
                           const double* moments, const double* query_moments) {
   for_shared_heads<T>(g.call, shared, [&](SharedHead<T>& head, int64_t first, int64_t start) {
     if (head.nothing() || !build_from(head, moments + first, false)) {

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from boltzattn.dispatch import backends
-from boltzattn.dispatch.backends import Request
-from boltzattn.problem import DTYPES, StreamKernels, accumulate_dtype
-from boltzattn.reference import stream as reference
-from boltzattn.transform.layout import lagrange_weights
-from boltzattn.transform.scan_layout import (
-    MOST_LEVELS,
-    SCAN_PRECISION,
-    ScanLayout,
-    StreamState,
-    scan_kappa,
-    scan_layout_of,
-    scan_ratio,
-)
-from boltzattn.transform.tolerances import LEAST_NODES, MOST_NODES, NODE_STEP
-
-MOST_KEYS = 10**7  # interpolation errors of so many keys may add up
-LANES = 8  # columns of a table are padded to whole vectors
+from boltzattn.compose.biased_table import BiasedTable, Bounds
+from boltzattn.compose.plain_table import PlainTable
+from boltzattn.problem import DTYPES, SCORES, accumulate_dtype
 
 
 class StreamingAttention:
     """Exact attention over all keys and values appended so far, in memory that does not grow.
 
-    Rank 1. The state is a table over about a hundred nodes of the query axis, which is all that a
-    query needs to know of the keys (docs/transform.md, "a scan"). Keys may have any range: if it
-    grows, nodes are added. Queries must stay within `query_bound`. Results obey the error bounds of
-    `attention`. There are no gradients.
+    Rank 1. The state is a table over nodes of the query axis, which is all that a query needs to
+    know of the keys (docs/transform.md, "a scan"). Queries must stay within `query_bound`. Results
+    obey the error bounds of `attention`. There are no gradients.
+
+    Plain dot scores take keys of any range: if it grows, nodes are added. Their state has about a
+    hundred nodes. A stream with `key_bound` also takes a bias per key, ALiBi and Gaussian scores;
+    its state grows with `query_bound * key_bound`.
 
     Args:
         num_heads: the leading shape, a number of heads or `(batch, num_heads)`.
@@ -43,6 +30,11 @@ class StreamingAttention:
         query_bound: the largest magnitude of a query; a query beyond it raises. The state grows
             with the logarithm of `query_bound` times the range of the keys.
         scale: factor on the logits; default 1, as in `attention` at rank 1.
+        score: "dot", or "gaussian" for logits `-scale / 2 (q - k)^2`.
+        alibi_slopes: `[num_heads]` or `[batch, num_heads]`; adds `slope * (j - i)` to the logits,
+            where i is the last token. It is the same for all queries.
+        key_bound: the largest magnitude of a key; a key beyond it raises. Required for Gaussian
+            scores, ALiBi and `key_bias`.
         dtype: of keys, values, queries and results; the state is fp64.
         device: where the state lives.
 
@@ -62,6 +54,9 @@ class StreamingAttention:
         query_bound: float,
         *,
         scale: float = 1.0,
+        score: str = "dot",
+        alibi_slopes: Tensor | None = None,
+        key_bound: float | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -72,28 +67,47 @@ class StreamingAttention:
             )
         if not (isinstance(head_dim, int) and head_dim >= 1):
             raise ValueError(f"head_dim must be an integer of at least 1, got {head_dim!r}")
-        if not (0 < query_bound < math.inf):
-            raise ValueError(f"query_bound must be a positive finite number, got {query_bound}")
-        if not math.isfinite(scale):
-            raise ValueError(f"scale must be a finite number, got {scale}")
+        for name, bound in (("query_bound", query_bound), ("key_bound", key_bound)):
+            if bound is not None and not (0 < bound < math.inf):
+                raise ValueError(f"{name} must be a positive finite number, got {bound}")
+        if score not in SCORES:
+            raise ValueError(f"score must be 'dot' or 'gaussian', got {score!r}")
+        is_gaussian = score == "gaussian"
+        if not math.isfinite(scale) or (is_gaussian and scale <= 0):
+            kind = "positive" if is_gaussian else "finite"
+            raise ValueError(f"scale must be a {kind} number, got {scale}")
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
+        if key_bound is None and (is_gaussian or alibi_slopes is not None):
+            asked = "score='gaussian'" if is_gaussian else "alibi_slopes"
+            raise ValueError(
+                f"key_bound must be given with {asked}: the size of the state follows from the "
+                "largest |query| and the largest |key|"
+            )
         self.lead, self.head_dim, self.dtype = lead, head_dim, dtype
-        self.query_bound, self.scale = float(query_bound), float(scale)
+        self.query_bound, self.scale, self.score = float(query_bound), float(scale), score
+        self.key_bound = None if key_bound is None else float(key_bound)
+        self.alibi_slopes = _checked_slopes(alibi_slopes, lead)
         # Tensors name their device with its index.
         self.device = torch.empty(0, device=device).device
-        self._nodes, self._ratio = _panel(SCAN_PRECISION[dtype])
-        self._kappa = scan_kappa(SCAN_PRECISION[dtype], self._nodes)
         self._count = 0
-        heads, width = math.prod(lead), -(-head_dim // LANES) * LANES
-        request = Request(self.device.type, dtype, heads, 1, 1, 1, head_dim)
-        taken = backends.select(request, "stream", "auto")
-        self._kernels: StreamKernels = backends.kernels(taken.name, "stream")
-        new = partial(torch.zeros, dtype=torch.float64, device=self.device)
-        ends = new(heads, 2)
-        ends[:, 0], ends[:, 1] = -math.inf, math.inf
-        layout = self._layout_with(0)
-        self._take(layout, new(heads, layout.features, width), new(heads, layout.features), ends)
+        self._table = self._new_table()
+
+    def _new_table(self) -> PlainTable | BiasedTable:
+        if self.key_bound is None:
+            return PlainTable(
+                self.lead, self.head_dim, self.query_bound, self.scale, self.dtype, self.device
+            )
+        return BiasedTable(
+            self.lead,
+            self.head_dim,
+            Bounds(self.query_bound, self.key_bound),
+            self.scale,
+            self.score == "gaussian",
+            self.alibi_slopes,
+            self.dtype,
+            self.device,
+        )
 
     def __len__(self) -> int:
         """Tokens appended so far."""
@@ -101,25 +115,19 @@ class StreamingAttention:
 
     def state_bytes(self) -> int:
         """Memory of the state."""
-        return sum(x.numel() * x.itemsize for x in self._state.tables)
+        return sum(x.numel() * x.itemsize for x in self._table.tensors)
 
     @torch.no_grad()
-    def append(self, key: Tensor, value: Tensor) -> None:
+    def append(self, key: Tensor, value: Tensor, key_bias: Tensor | None = None) -> None:
         """Take in keys `[*num_heads, n, 1]` and values `[*num_heads, n, head_dim]`; any n, also 1.
 
-        They are not kept.
+        They are not kept. `key_bias`, broadcastable to `[*num_heads, n]`, is added to all logits of
+        a key; -inf hides it. If it raises, nothing has been appended.
         """
-        n = self._tokens(key)
-        self._check("key", key, (*self.lead, n, 1))
-        self._check("value", value, (*self.lead, n, self.head_dim))
-        if n == 0:
-            return
-        extent = self._kernels.append(self._state, key, value, self._most)
-        self._check_extent(extent)
-        if extent > self._most:
-            self._refine(self._levels_for(extent))
-            self._kernels.append(self._state, key, value, self._most)
-        self._count += n
+        n, bias = self._check_tokens(key, value, key_bias)
+        if n > 0:
+            self._table.append(key, value, *bias)
+            self._count += n
 
     @torch.no_grad()
     def query(self, query: Tensor, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -128,180 +136,104 @@ class StreamingAttention:
         Before the first token: zeros, and lse -inf. With `return_lse` also the log-sum-exp
         `[*num_heads, n_q]`, fp64 for fp64 and fp32 else, for `boltzattn.merge`.
         """
-        self._check("query", query, (*self.lead, self._tokens(query), 1))
-        out, lse, largest = self._kernels.query(self._state, query, self.head_dim, self.scale)
-        self._check_largest(largest, query)
+        self._check("query", query, (*self.lead, _tokens(query), 1))
+        out, lse = self._table.query(query)
         return (out, lse.to(accumulate_dtype(self.dtype))) if return_lse else out
 
     @torch.no_grad()
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def step(
+        self, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None = None
+    ) -> Tensor:
         """Append tokens, then query: what a causal decoder does with every token it adds.
 
         If it raises, nothing has been appended.
         """
-        n = self._tokens(key)
-        self._check("query", query, (*self.lead, self._tokens(query), 1))
-        self._check("key", key, (*self.lead, n, 1))
-        self._check("value", value, (*self.lead, n, self.head_dim))
-        arguments = query, key, value, self.scale
-        out, largest, extent = self._kernels.step(self._state, *arguments, self._most)
-        self._check_largest(largest, query)
-        self._check_extent(extent)
-        if extent > self._most:
-            self._refine(self._levels_for(extent))
-            out, _, _ = self._kernels.step(self._state, *arguments, self._most)
+        self._check("query", query, (*self.lead, _tokens(query), 1))
+        n, bias = self._check_tokens(key, value, key_bias)
+        if n == 0:
+            return self._table.query(query)[0]
+        out = self._table.step(query, key, value, *bias)
         self._count += n
         return out
 
-    def _check_extent(self, extent: float) -> None:
-        if math.isnan(extent):
-            raise ValueError(
-                "key and value must be finite: a stream cannot take back what was appended"
-            )
-
-    def _check_largest(self, largest: float, query: Tensor) -> None:
-        if not largest <= self._state.layout.edges[-1]:
-            got = "NaN" if math.isnan(largest) else f"{float(query.abs().max()):g}"
-            raise ValueError(
-                f"query must be within query_bound = {self.query_bound:g}, got {got}; scale the "
-                "queries down, or build the stream with a larger query_bound"
-            )
-
     def merge(self, other: StreamingAttention) -> None:
-        """Take in all that another stream has taken in; that one stays as it is."""
+        """Take in all that another stream has taken in; that one stays as it is.
+
+        With `alibi_slopes` its tokens come after those of this stream.
+        """
         mine, its = self._settings(), other._settings()
-        if mine != its:
+        if not _same(mine, its):
             raise ValueError(f"other must be a stream with the settings of this one, {mine}: {its}")
         if other._count == 0:
             return
-        copy = StreamingAttention.__new__(StreamingAttention)
-        copy.__dict__.update(other.__dict__)
-        copy._take(other._state.layout, *(x.clone() for x in other._state.tables))
-        ends = reference.joined(self._state.ends, other._state.ends)
-        levels = self._levels_for(float((ends[:, 0] - ends[:, 1]).max()))
-        levels = max(levels, other._state.layout.levels)
-        for stream in (self, copy):
-            stream._refine(levels)
-            reference.move(stream._state, ends)
-        self._state.sums.add_(copy._state.sums)
-        self._state.z.add_(copy._state.z)
+        if isinstance(self._table, BiasedTable) and isinstance(other._table, BiasedTable):
+            self._table.merge(other._table, other._count)
+        elif isinstance(self._table, PlainTable) and isinstance(other._table, PlainTable):
+            self._table.merge(other._table)
         self._count += other._count
-
-    # ---- the layout ----
-
-    def _layout_with(self, levels: int) -> ScanLayout:
-        t_most = self.query_bound * abs(self.scale)
-        return scan_layout_of(t_most, self._nodes, levels, self._ratio)
-
-    def _take(self, layout: ScanLayout, sums: Tensor, z: Tensor, ends: Tensor) -> None:
-        """Use this state from now on."""
-        positions = layout.nodes_of_panels(self.device).flatten()
-        self._state = StreamState(layout, positions, sums, z, ends)
-        self._most = self._reach(layout.levels)
-
-    def _reach(self, levels: int) -> float:
-        """The largest extent of the keys for which this many levels are enough."""
-        t_most = self._state.layout.edges[-1]
-        return math.inf if t_most == 0 else 2 * self._kappa * self._ratio**levels / t_most
-
-    def _levels_for(self, extent: float) -> int:
-        levels = self._state.layout.levels
-        while extent > self._reach(levels):
-            levels += 1
-            if levels > MOST_LEVELS:
-                raise ValueError(
-                    f"key must not lie so far from other keys: {extent:g} apart, with queries up "
-                    f"to query_bound = {self.query_bound:g}; scale keys or query_bound down"
-                )
-        return levels
-
-    def _refine(self, levels: int) -> None:
-        """Split the central panel. Inside it the table is smooth: it is read at the new nodes."""
-        old, _, sums, z, ends = self._state
-        added = levels - old.levels
-        if added <= 0:
-            return
-        new = self._layout_with(levels)
-        node = new.nodes_of_panels(self.device)
-        inner = [0, *range(1, added + 1), *range(levels + 1, levels + added + 1)]
-        at = node[inner]
-        basis = lagrange_weights(old.nodes, (at / old.edges[0]).flatten())
-        # From the middle of the keys to the ends of the new panels.
-        alive = (ends[:, 1] <= ends[:, 0])[:, None]
-        end = reference.end_of_panels(new, ends)[:, inner]
-        gap = torch.where(alive, end[:, :1] - end, 0.0)
-        factor = (at * gap[..., None]).exp().flatten(1)
-
-        def split(table: Tensor) -> Tensor:
-            panels = table.unflatten(1, (old.panels, old.nodes))
-            shape = (len(table), len(inner), old.nodes, -1)
-            found = ((basis @ panels[:, 0]) * factor[..., None]).view(shape)
-            outer = old.levels
-            parts = (
-                *(found[:, : added + 1], panels[:, 1 : outer + 1]),
-                *(found[:, added + 1 :], panels[:, outer + 1 :]),
-            )
-            return torch.cat(parts, 1).flatten(1, 2)
-
-        table = split(torch.cat([sums, z[..., None]], -1))
-        self._take(new, table[..., :-1].contiguous(), table[..., -1].contiguous(), ends)
 
     # ---- state ----
 
     def _settings(self) -> dict[str, Any]:
+        slopes = self.alibi_slopes
         return {
             "num_heads": self.lead,
             "head_dim": self.head_dim,
             "query_bound": self.query_bound,
             "scale": self.scale,
+            "score": self.score,
+            "alibi_slopes": None if slopes is None else slopes.tolist(),
+            "key_bound": self.key_bound,
             "dtype": self.dtype,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state; `load_state_dict` continues from it, bit for bit."""
-        return {
-            "settings": self._settings(),
-            "count": self._count,
-            "levels": self._state.layout.levels,
-            "sums": self._state.sums.clone(),
-            "z": self._state.z.clone(),
-            "ends": self._state.ends.clone(),
-        }
+        entries = self._table.entries().items()
+        copies = {name: x.clone() if isinstance(x, Tensor) else x for name, x in entries}
+        return {"settings": self._settings(), "count": self._count, **copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the state by a copy of what `state_dict` returned; raises if it is not that."""
-        names = {"settings", "count", "levels", "sums", "z", "ends"}
+        names = {"settings", "count", *self._table.entries()}
         if missing := names - state.keys():
             raise ValueError(f"state must have the entries of state_dict(), lacks {min(missing)!r}")
         mine, its = self._settings(), state["settings"]
-        if mine != its:
+        if not _same(mine, its):
             raise ValueError(
                 f"state must come from a stream with the settings of this one, {mine}: {its}"
             )
-        count, levels = state["count"], state["levels"]
-        if not (isinstance(count, int) and isinstance(levels, int) and count >= 0):
-            raise ValueError(f"state must have a count of tokens, got {count!r}, {levels!r} levels")
-        if not 0 <= levels <= MOST_LEVELS:
-            raise ValueError(f"state must have 0 to {MOST_LEVELS} levels, got {levels}")
-        layout = self._layout_with(levels)
-        features = layout.features
-        heads, _, width = self._state.sums.shape
-        shapes = {"sums": (heads, features, width), "z": (heads, features), "ends": (heads, 2)}
-        found = {}
-        for name, shape in shapes.items():
-            x = state[name]
-            if not (isinstance(x, Tensor) and x.shape == shape and x.dtype == torch.float64):
-                raise ValueError(f"state must have {name!r} as a float64 tensor {list(shape)}")
-            found[name] = x.to(self.device, copy=True).contiguous()
-        swapped = found["ends"][:, 1] > found["ends"][:, 0]
-        if bool((swapped != (count == 0)).any()):
-            raise ValueError("state must have ends in order, and none before the first token")
+        count = state["count"]
+        if not (isinstance(count, int) and count >= 0):
+            raise ValueError(f"state must have a count of tokens, got {count!r}")
+        self._table.load(state, count == 0)
         self._count = count
-        self._take(layout, found["sums"], found["z"], found["ends"])
 
-    @staticmethod
-    def _tokens(x: Tensor) -> int:
-        return x.shape[-2] if isinstance(x, Tensor) and x.ndim >= 2 else 0
+    # ---- checks ----
+
+    def _check_tokens(
+        self, key: Tensor, value: Tensor, key_bias: Tensor | None
+    ) -> tuple[int, tuple[Tensor, ...]]:
+        """The number of tokens, and their bias if there is one."""
+        n = _tokens(key)
+        self._check("key", key, (*self.lead, n, 1))
+        self._check("value", value, (*self.lead, n, self.head_dim))
+        if key_bias is None:
+            return n, ()
+        if self.key_bound is None:
+            raise ValueError("key_bias needs a stream with key_bound, the largest |key|; pass it")
+        if not (isinstance(key_bias, Tensor) and key_bias.is_floating_point()):
+            raise TypeError("key_bias must be a floating-point tensor")
+        if key_bias.device != self.device:
+            raise ValueError(f"key_bias must be on {self.device}, got {key_bias.device}")
+        try:
+            key_bias.expand(*self.lead, n)
+        except RuntimeError:
+            raise ValueError(
+                f"key_bias must broadcast to [*num_heads, n] = {[*self.lead, n]}, got "
+                f"{list(key_bias.shape)}"
+            ) from None
+        return n, (key_bias,)
 
     def _check(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         if not isinstance(x, Tensor):
@@ -319,8 +251,26 @@ class StreamingAttention:
             )
 
 
-def _panel(precision: float) -> tuple[int, float]:
-    """Nodes and ratio of panels with fewest nodes for a factor in |t|."""
-    choices = range(LEAST_NODES, MOST_NODES + 1, NODE_STEP)
-    found = [(nodes, scan_ratio(precision, nodes, MOST_KEYS)) for nodes in choices]
-    return min(found, key=lambda one: one[0] / math.log(one[1]))
+def _tokens(x: Tensor) -> int:
+    return x.shape[-2] if isinstance(x, Tensor) and x.ndim >= 2 else 0
+
+
+def _same(mine: dict[str, Any], its: Any) -> bool:
+    return isinstance(its, dict) and mine == its
+
+
+def _checked_slopes(slopes: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
+    """A copy in fp64, `[*num_heads]`."""
+    if slopes is None:
+        return None
+    if not (isinstance(slopes, Tensor) and slopes.is_floating_point()):
+        raise TypeError("alibi_slopes must be a floating-point tensor")
+    try:
+        found = slopes.detach().double().expand(lead).clone()
+    except RuntimeError:
+        raise ValueError(
+            f"alibi_slopes must broadcast to num_heads = {list(lead)}, got {list(slopes.shape)}"
+        ) from None
+    if not bool(found.isfinite().all()):
+        raise ValueError("alibi_slopes must be finite")
+    return found

@@ -447,6 +447,7 @@ class LowRankAttention(nn.Module):
         state: StreamingAttention | None = None,
         *,
         query_bound: float | None = None,
+        key_bound: float | None = None,
     ) -> tuple[Tensor, StreamingAttention]:
         """Causal self-attention of the next tokens, which see all earlier ones through `state`.
 
@@ -459,6 +460,9 @@ class LowRankAttention(nn.Module):
             query_bound: when a sequence starts, the largest |query| that may come; a query beyond
                 it raises. By default no token of up to twice the norm of the largest token of the
                 first call can exceed it.
+            key_bound: the same for keys, of layers with `alibi` or Gaussian scores. Their state
+                grows with the product of both bounds, so by default tokens of up to 1.25 times
+                that norm have room. Other layers take keys of any size.
 
         Returns:
             The result in the shape of `x`, and the state, which is changed in place.
@@ -476,37 +480,45 @@ class LowRankAttention(nn.Module):
                 f"step needs a layer of rank 1 without process_group, got rank {self.rank}; keep "
                 "keys and values yourself, and call forward"
             )
-        if lookup := self._lookup_options():
-            raise ValueError(
-                f"step needs a layer with score='dot' and alibi=False, got {lookup}: its state "
-                "keeps no single keys; call forward with is_causal=True for the whole sequence, "
-                "and take the last rows"
-            )
         widths = self.embed_dim, self.kdim, self.vdim
         check_inputs(x, x, x, widths, self.batch_first, self.v_proj_weight)
         turned = x.ndim == 3 and not self.batch_first
         rows = x.transpose(0, 1) if turned else x
         projections = self._weights_and_biases()
-        w_q, b_q = projections[0]
         q, k, v = (
             F.linear(rows, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
             for weight, bias in projections
         )
         if state is None:
-            if query_bound is None:
-                largest = float(rows.norm(dim=-1).max()) if rows.numel() else 1.0
-                query_bound = 2 * largest * float(w_q.norm(dim=-1).max())
-                query_bound += 0.0 if b_q is None else float(b_q.abs().max())
+            largest = float(rows.norm(dim=-1).max()) if rows.numel() else 1.0
+            bounds, room = [query_bound, key_bound], 1.25 if self._lookup_options() else 2.0
+            for i, (weight, bias) in enumerate(projections[:2]):
+                if bounds[i] is None:
+                    most = room * largest * float(weight.norm(dim=-1).max())
+                    most += 0.0 if bias is None else float(bias.abs().max())
+                    bounds[i] = most or 1.0
             state = StreamingAttention(
                 tuple(q.shape[:-2]),
                 self.head_dim,
-                query_bound or 1.0,
-                scale=default_scale(1) if self.scale is None else self.scale,
+                bounds[0] or 1.0,
+                scale=default_scale(1, self.score) if self.scale is None else self.scale,
+                score=self.score,
+                alibi_slopes=self.alibi_slopes,
+                key_bound=bounds[1] if self._lookup_options() else None,
                 dtype=q.dtype,
                 device=q.device,
             )
         if len(state) == 0:
-            heads = attention(q, k, v, is_causal=True, scale=self.scale, backend=self.backend)
+            heads = attention(
+                q,
+                k,
+                v,
+                is_causal=True,
+                scale=self.scale,
+                score=self.score,
+                alibi_slopes=self.alibi_slopes,
+                backend=self.backend,
+            )
             state.append(k, v)
         else:
             steps = zip(q.split(1, -2), k.split(1, -2), v.split(1, -2), strict=True)

@@ -1,3 +1,4 @@
+// AVX2 and FMA: compiles BOLTZATTN_UNIT. See cpu/isa.h.
 #include "cpu/isa.h"
 
 #ifdef __x86_64__
@@ -11,14 +12,10 @@
 #define BOLTZATTN_VECTOR_BYTES 32
 #define BOLTZATTN_TILE_ROWS 6
 #define BOLTZATTN_FUSED_PRODUCTS  // GCC 12 does not define __FMA__ for the pragma above
-#include "cpu/kernels.inc.h"
+#define BOLTZATTN_SUPPORTED (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+#include BOLTZATTN_UNIT
 #ifdef __clang__
 #pragma clang attribute pop
 #endif
-
-namespace boltzattn {
-const Kernels kAvx2 = avx2::table(
-    "avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); });
-}  // namespace boltzattn
 
 #endif

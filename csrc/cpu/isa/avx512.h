@@ -1,3 +1,4 @@
+// AVX-512: compiles BOLTZATTN_UNIT. See cpu/isa.h.
 #include "cpu/isa.h"
 
 #ifdef __x86_64__
@@ -13,16 +14,12 @@
 #define BOLTZATTN_VECTOR_BYTES 64
 #define BOLTZATTN_TILE_ROWS 12
 #define BOLTZATTN_FUSED_PRODUCTS  // GCC 12 does not define __FMA__ for the pragma above
-#include "cpu/kernels.inc.h"
+#define BOLTZATTN_SUPPORTED                                                   \
+  (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && \
+   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+#include BOLTZATTN_UNIT
 #ifdef __clang__
 #pragma clang attribute pop
 #endif
-
-namespace boltzattn {
-const Kernels kAvx512 = avx512::table("avx512", [] {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-});
-}  // namespace boltzattn
 
 #endif

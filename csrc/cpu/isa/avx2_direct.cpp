@@ -1,0 +1,2 @@
+#define BOLTZATTN_UNIT "cpu/units/direct.inc.h"
+#include "cpu/isa/avx2.h"

@@ -1,0 +1,2 @@
+#define BOLTZATTN_UNIT "cpu/units/lookup.inc.h"
+#include "cpu/isa/avx2.h"

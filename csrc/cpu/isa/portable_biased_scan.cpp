@@ -1,0 +1,2 @@
+#define BOLTZATTN_UNIT "cpu/units/biased_scan.inc.h"
+#include "cpu/isa/portable.h"
