@@ -148,8 +148,7 @@ void shard_forward(const Attention& call, const ScanShard& shard, double* z) {
 
 // `to` is full of zeros.
 template <class T>
-void shard_rows(const AttentionGradient& g, const ScanShard& shard, const double* z,
-                       double* to) {
+void shard_rows(const AttentionGradient& g, const ScanShard& shard, const double* z, double* to) {
   if (g.call.n_q == 0) return;
   for_heads(g.call.heads, [&](int64_t h) {
     ScanHead head{g.call, h, &shard};

@@ -132,7 +132,7 @@ static void for_shared_heads(const Attention& call, const SharedRange* shared, B
 
 template <class T>
 void stage_moments(const Attention& call, const SharedRange* shared, const Extent* extents,
-                          double* moments) {
+                   double* moments) {
   for_shared_heads<T>(call, shared, [&](SharedHead<T>& head, int64_t first, int64_t) {
     if (!head.nothing()) give_moments(head, extents[2 * head.h + 1], moments + first);
   });
@@ -140,7 +140,7 @@ void stage_moments(const Attention& call, const SharedRange* shared, const Exten
 
 template <class T>
 void stage_evaluate(const Attention& call, const SharedRange* shared, const double* moments,
-                           bool* served) {
+                    bool* served) {
   for_shared_heads<T>(call, shared, [&](SharedHead<T>& head, int64_t first, int64_t) {
     served[head.h] = head.served && (head.nothing() || build_from(head, moments + first, false));
     if (served[head.h]) evaluate(head);
@@ -150,7 +150,7 @@ void stage_evaluate(const Attention& call, const SharedRange* shared, const doub
 // A head that is not served gets no gradients; `evaluate` has reported it.
 template <class T>
 void stage_query_moments(const AttentionGradient& g, const SharedRange* shared,
-                                const double* moments, double* query_moments) {
+                         const double* moments, double* query_moments) {
   for_shared_heads<T>(g.call, shared, [&](SharedHead<T>& head, int64_t first, int64_t start) {
     double* to = query_moments + start;
     if (head.nothing() || g.call.n_q == 0 || !build_from(head, moments + first, true)) {
@@ -165,8 +165,8 @@ void stage_query_moments(const AttentionGradient& g, const SharedRange* shared,
 }
 
 template <class T>
-void stage_adjoint(const AttentionGradient& g, const SharedRange* shared,
-                          const double* moments, const double* query_moments) {
+void stage_adjoint(const AttentionGradient& g, const SharedRange* shared, const double* moments,
+                   const double* query_moments) {
   for_shared_heads<T>(g.call, shared, [&](SharedHead<T>& head, int64_t first, int64_t start) {
     if (head.nothing() || !build_from(head, moments + first, false)) {
       zero_rows<T>(g.grad_key, head.h, g.call.n_k, 1);
