@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from boltzattn.dispatch.backends import BACKENDS, METHODS
-from boltzattn.problem import DTYPES
+from boltzattn.problem import DTYPES, SCORES
 
 EXCHANGES = ("moments", "gather")
 
@@ -71,6 +71,9 @@ FACTS = [
         "pass a mask of the same dtype on all ranks, or none; False or 0 masks no key",
         _MASK_NAMES,
     ),
+    Fact("key_bias", "pass a bias of the same dtype on all ranks, or none", _MASK_NAMES),
+    Fact("score", "pass the same score on all ranks", SCORES),
+    Fact("alibi_slopes", "pass slopes of the same dtype on all ranks, or none", _MASK_NAMES),
     Fact("method", "enter the same use_method on all ranks", ("auto", *METHODS)),
     Fact(
         "backend",
@@ -127,6 +130,7 @@ def agree(
     may be missing. If facts differ, or a process has an error, all processes raise.
     """
     world, me = dist.get_world_size(group), dist.get_rank(group)
+    assert facts.keys() <= {fact.name for fact in FACTS}, "a fact that would not be sent"
     mine = [facts.get(fact.name, _NEUTRAL) for fact in FACTS]
     opposite = [_NEUTRAL if x == _NEUTRAL else -x for x in mine]
     failed = [_NEUTRAL if error is None else me, 0.0 if error is None else 1.0]

@@ -41,7 +41,7 @@ from boltzattn.causal_shards import (
 from boltzattn.dispatch import backends
 from boltzattn.dispatch.backends import Request
 from boltzattn.dispatch.torch_modes import without_autocast
-from boltzattn.problem import OutputGradients, Problem, Saved, accumulate_dtype
+from boltzattn.problem import SCORES, OutputGradients, Problem, Saved, accumulate_dtype
 from boltzattn.transform.layout import Range
 from boltzattn.transform.scan_shards import ScanStages
 from boltzattn.transform.stages import LEVEL, Extent, SharedRange, Stages, step_of_keys
@@ -68,6 +68,9 @@ def attention(
     enable_gqa: bool = False,
     key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
+    key_bias: Tensor | None = None,
+    score: str = "dot",
+    alibi_slopes: Tensor | None = None,
     exchange: str = "moments",
     backend: str = "auto",
     return_lse: bool = False,
@@ -83,6 +86,9 @@ def attention(
         key_padding_mask: `[batch..., n_k]` of the local keys.
         is_causal: the shards hold consecutive tokens in the order of the ranks, and a query sees
             the keys up to its own token. Each shard has as many queries as keys.
+        key_bias: `[..., H, n_k]`, added to the logits of the local keys.
+        score, alibi_slopes: as in `boltzattn.attention`. With slopes the shards are as for
+            `is_causal`. These three options take "gather", whatever `exchange` says.
         exchange: "moments" sends sums over keys, a volume independent of n, for rank 1. "gather"
             sends all keys and values to every process, for any rank.
         backend: for "moments", "cpu" (C++, CPU tensors) or "reference" (plain torch in fp64, on the
@@ -116,11 +122,14 @@ def attention(
             enable_gqa=enable_gqa,
             key_padding_mask=key_padding_mask,
             is_causal=is_causal,
+            key_bias=key_bias,
+            score=score,
+            alibi_slopes=alibi_slopes,
             exchange=exchange,
             backend=backend,
             return_lse=return_lse,
         )
-    options = scale, enable_gqa, key_padding_mask, is_causal
+    options = scale, enable_gqa, key_padding_mask, is_causal, key_bias, score, alibi_slopes
     shard = _Shard(query, key, value, *options, exchange, backend, group)
     side, agreed = _begin(shard)
     if side.exchanges_sums:
@@ -141,6 +150,9 @@ def explain(
     enable_gqa: bool = False,
     key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
+    key_bias: Tensor | None = None,
+    score: str = "dot",
+    alibi_slopes: Tensor | None = None,
     exchange: str = "moments",
     backend: str = "auto",
 ) -> str:
@@ -163,7 +175,7 @@ def explain(
         sharded: Any = (query, key, value)
         group = sharded[0].device_mesh.get_group()
         query, key, value = (x.to_local() for x in sharded)
-    options = scale, enable_gqa, key_padding_mask, is_causal
+    options = scale, enable_gqa, key_padding_mask, is_causal, key_bias, score, alibi_slopes
     shard = _Shard(query, key, value, *options, exchange, backend, group)
     side, agreed = _begin(shard)
     processes = _count(dist.get_world_size(group), "process", "processes")
@@ -196,7 +208,11 @@ def explain(
     rows = [x.numel() // max(1, x.shape[-2]) for x in (key, value)]  # numbers a token
     sent = [n * max(agreed.keys) * key.itemsize for n in rows]
     back = [n * sum(agreed.keys) * accumulate_dtype(key.dtype).itemsize for n in rows]
-    why = "asked for" if exchange == "gather" else "the transform does not serve these logits"
+    why = "the transform does not serve these logits"
+    if exchange == "gather":
+        why = "asked for"
+    elif shard.is_biased:
+        why = "key_bias, alibi_slopes and Gaussian scores need all keys"
     return (
         f"exchange gather ({why}), {processes}\n"
         f"  forward: all-reduce of lengths {agreed.sent} bytes, all-gather of keys {sent[0]} "
@@ -236,9 +252,19 @@ class _Shard(NamedTuple):
     enable_gqa: bool
     key_padding_mask: Tensor | None
     is_causal: bool
+    key_bias: Tensor | None
+    score: str
+    alibi_slopes: Tensor | None
     exchange: str
     backend: str
     group: dist.ProcessGroup | None
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether logits are more than products of queries and keys."""
+        return (
+            self.key_bias is not None or self.alibi_slopes is not None or self.score == "gaussian"
+        )
 
 
 @dataclass
@@ -276,14 +302,17 @@ def _begin(shard: _Shard) -> tuple[_Side, Agreement]:
                 enable_gqa=shard.enable_gqa,
                 key_padding_mask=shard.key_padding_mask,
                 is_causal=shard.is_causal,
+                key_bias=shard.key_bias,
+                score=shard.score,
+                alibi_slopes=shard.alibi_slopes,
                 backend=shard.backend,
             )
         )
         facts.update(_facts(shard, side.call))
         keys = shard.key.shape[-2]
-        if shard.is_causal:
+        if shard.is_causal or shard.alibi_slopes is not None:
             check_lengths(side.call.problem)
-        if shard.exchange == "moments":
+        if shard.exchange == "moments" and not shard.is_biased:
             side.backend, stages = _take_stages(side.call)
             facts["backend in use"] = list(backends.BACKENDS).index(side.backend)
             # Extents are those of all tokens, whoever sees them.
@@ -324,6 +353,9 @@ def _facts(shard: _Shard, call: Call) -> dict[str, float]:
         "is_causal": problem.is_causal,
         "enable_gqa": bool(shard.enable_gqa),
         "key_padding_mask": mask_number(shard.key_padding_mask),
+        "key_bias": mask_number(shard.key_bias),
+        "score": SCORES.index(shard.score),
+        "alibi_slopes": mask_number(shard.alibi_slopes),
         "method": ("auto", *backends.METHODS).index(choice.method),
         "backend": ("auto", *backends.BACKENDS).index(choice.backend),
     }
@@ -497,31 +529,70 @@ def _gathered(shard: _Shard, counts: list[int], return_lse: bool) -> Tensor | tu
         # gloo gathers no bools.
         bits = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
         mask = _Gather.apply(bits[..., None], counts, group)[..., 0].to(mask.dtype)
+    bias: Any = shard.key_bias
+    if bias is not None:
+        lead = torch.broadcast_shapes(shard.query.shape[:-2], value.shape[:-2])
+        bias = _Gather.apply(bias.expand(*lead, key.shape[-2])[..., None], counts, group)[..., 0]
     attend: Any = functional.attention  # overloads know no bool
-    attend = partial(attend, scale=shard.scale, enable_gqa=shard.enable_gqa, backend=shard.backend)
+    attend = partial(
+        attend,
+        scale=shard.scale,
+        enable_gqa=shard.enable_gqa,
+        score=shard.score,
+        alibi_slopes=shard.alibi_slopes,
+        backend=shard.backend,
+    )
     keys, values = _Gather.apply(key, counts, group), _Gather.apply(value, counts, group)
-    if not shard.is_causal:
-        return attend(shard.query, keys, values, key_padding_mask=mask, return_lse=return_lse)
+    everything = _Keys(keys, values, mask, bias)
+    if not shard.is_causal and shard.alibi_slopes is None:
+        return attend(shard.query, return_lse=return_lse, **everything.up_to(sum(counts)))
     first = sum(counts[: dist.get_rank(group)])
-    out, lse = _attend_causally(attend, shard.query, keys, values, mask, first)
+    if not shard.is_causal:
+        rows = _in_place(shard.query, first)
+        out, lse = attend(rows, return_lse=True, **everything.up_to(sum(counts)))
+        out, lse = out[..., first:, :], lse[..., first:]
+    else:
+        in_place = shard.query.shape[-1] == 1 or shard.alibi_slopes is not None
+        out, lse = _attend_causally(attend, shard.query, everything, first, in_place)
     return (out, lse) if return_lse else out
 
 
+class _Keys(NamedTuple):
+    """The keys of all processes, and what belongs to them."""
+
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None
+    key_bias: Tensor | None
+
+    def up_to(self, end: int) -> dict[str, Tensor | None]:
+        """The first of them, as arguments of attention."""
+        mask, bias = self.key_padding_mask, self.key_bias
+        return {
+            "key": self.key[..., :end, :],
+            "value": self.value[..., :end, :],
+            "key_padding_mask": None if mask is None else mask[..., :end],
+            "key_bias": None if bias is None else bias[..., :end],
+        }
+
+
+def _in_place(query: Tensor, first: int) -> Tensor:
+    """Queries with others in front, so that they are at their places in the sequence."""
+    front = query.new_zeros(*query.shape[:-2], first, query.shape[-1])
+    return torch.cat([front, query], -2)
+
+
 def _attend_causally(
-    attend: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first: int
+    attend: Any, query: Tensor, everything: _Keys, first: int, in_place: bool
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries `first`, `first` + 1, ... of a sequence with all its keys."""
 
     def of_rows(rows: Tensor, end: int, **options: Any) -> tuple[Tensor, Tensor]:
-        hidden = None if mask is None else mask[..., :end]
-        keys, values = key[..., :end, :], value[..., :end, :]
-        return attend(rows, keys, values, key_padding_mask=hidden, return_lse=True, **options)
+        return attend(rows, return_lse=True, **everything.up_to(end), **options)
 
-    n, rank = query.shape[-2:]
-    if rank == 1 or first == 0:
-        # In linear time at rank 1: queries in front put the others in their places.
-        front = query.new_zeros(*query.shape[:-2], first, rank)
-        out, lse = of_rows(torch.cat([front, query], -2), first + n, is_causal=True)
+    n = query.shape[-2]
+    if in_place or first == 0:  # in linear time at rank 1
+        out, lse = of_rows(_in_place(query, first), first + n, is_causal=True)
         return out[..., first:, :], lse[..., first:]
     parts = []
     for start in range(0, max(1, n), MASKED_ROWS):  # also without rows: backward communicates

@@ -213,17 +213,6 @@ def test_temperature_of_gaussian_heads_is_refused() -> None:
 
 
 @every_option
-def test_process_groups_are_refused(options: dict) -> None:
-    with pytest.raises(ValueError, match=r"process_group must be None with .* in one process"):
-        LowRankAttention(EMBED, HEADS, process_group=object(), **options)
-    layer = LowRankAttention(EMBED, HEADS, **options)
-    layer.process_group = object()
-    x = torch.randn(N_Q, BATCH, EMBED)
-    with pytest.raises(ValueError, match="process_group must be None with"):
-        layer(x, x, x)
-
-
-@every_option
 @pytest.mark.parametrize("prompt", [1, 40])
 def test_steps_equal_the_causal_pass(prompt: int, options: dict) -> None:
     torch.manual_seed(0)

@@ -213,8 +213,6 @@ class LowRankAttention(nn.Module):
         self.alibi_slopes: Tensor | None
         slopes = torch.empty(num_heads, **factory) if alibi else None
         self.register_buffer("alibi_slopes", slopes)
-        if process_group is not None:
-            self._check_one_process()
         self.reset_parameters()
 
     @property
@@ -401,7 +399,6 @@ class LowRankAttention(nn.Module):
         if key_padding_mask is not None:
             check_mask("key_padding_mask", key_padding_mask, [key.shape[:-1]])
         if self.process_group is not None:
-            self._check_one_process()
             refused = self._refused(need_weights, attn_mask)
             if given := [name for name, is_given in refused.items() if is_given]:
                 raise ValueError(
@@ -491,7 +488,7 @@ class LowRankAttention(nn.Module):
         )
         if state is None:
             largest = float(rows.norm(dim=-1).max()) if rows.numel() else 1.0
-            bounds, room = [query_bound, key_bound], 1.25 if self._lookup_options() else 2.0
+            bounds, room = [query_bound, key_bound], 1.25 if self._is_biased else 2.0
             for i, (weight, bias) in enumerate(projections[:2]):
                 if bounds[i] is None:
                     most = room * largest * float(weight.norm(dim=-1).max())
@@ -504,7 +501,7 @@ class LowRankAttention(nn.Module):
                 scale=default_scale(1, self.score) if self.scale is None else self.scale,
                 score=self.score,
                 alibi_slopes=self.alibi_slopes,
-                key_bound=bounds[1] if self._lookup_options() else None,
+                key_bound=bounds[1] if self._is_biased else None,
                 dtype=q.dtype,
                 device=q.device,
             )
@@ -559,6 +556,8 @@ class LowRankAttention(nn.Module):
                 scale=self.scale,
                 key_padding_mask=key_padding_mask,
                 is_causal=is_causal,
+                score=self.score,
+                alibi_slopes=self.alibi_slopes,
                 exchange=self.exchange,
                 backend=self.backend,
             ), None
@@ -604,18 +603,10 @@ class LowRankAttention(nn.Module):
             out = F.dropout(out, self.output_dropout, self.training)
         return torch.nested.nested_tensor_from_jagged(out, query.offsets())
 
-    def _lookup_options(self) -> str:
-        """The options of this layer that take a whole sequence in one process; "" if none."""
-        given = ["score='gaussian'"] if self.score == "gaussian" else []
-        given += [] if self.alibi_slopes is None else ["alibi=True"]
-        return ", ".join(given)
-
-    def _check_one_process(self) -> None:
-        if lookup := self._lookup_options():
-            raise ValueError(
-                f"process_group must be None with {lookup}: a sequence that is spread over "
-                "processes takes dot scores only; gather the tokens and attend in one process"
-            )
+    @property
+    def _is_biased(self) -> bool:
+        """Whether logits are more than products of queries and keys."""
+        return self.score == "gaussian" or self.alibi_slopes is not None
 
     def _projections(self) -> Projections:
         """The weights as one call of `attend_layer` takes them."""
