@@ -67,12 +67,12 @@ template <class T>
 constexpr T kRoom = sizeof(T) == 8 ? T(1.3407807929942597e154) : T(1.8446744073709552e19);
 
 // What is known of a row before its gradients are summed. Its weights are rebuilt as
-// exp(score - high - low). The maximum and the sum of the row are found again, by the same
+// exp(score - top_score) / sum. The maximum and the sum of the row are found again, by the same
 // operations as in forward: an lse, even in fp64, has lost the digits that weights of large logits
 // need.
 template <class T>
 struct RowState {
-  T high, low, delta;
+  T top_score, over_sum, delta;  // over_sum is 1 / sum, or 0 for a row without weight
   bool odd;          // NaN or infinity among its numbers, or numbers that could become infinite
   bool empty;        // without any weight
   int64_t top_tile;  // the first key of the tile with a key that has more than half of the weight
@@ -110,12 +110,12 @@ static void find_norms(const Attention& call, int64_t h, int64_t first, int64_t 
     for (int64_t i = 0; i < rows; ++i) weigh_row(state[i], scores + i * kKeyBlock, width);
   }
   for (int64_t i = 0; i < rows; ++i) {
-    found[i].high = state[i].reference();
-    found[i].low = state[i].sum == 0 ? T(0) : T(::log(state[i].sum));
+    found[i].top_score = state[i].reference();
+    found[i].over_sum = state[i].normaliser();
     found[i].empty = state[i].sum == 0;
     found[i].odd = mask.hides_pairs(first, 0, call.n_k) &&
                    !(all_finite(q + i * call.rank, call.rank, score.room()) &&
-                     all_finite(&found[i].high, 1) && all_finite(&found[i].low, 1));
+                     all_finite(&found[i].top_score, 1) && all_finite(&found[i].over_sum, 1));
     if (!(state[i].sum < 2)) found[i].top_tile = -1;  // the weight of the largest logit is 1 / sum
   }
 }
@@ -222,13 +222,13 @@ static void direct_backward_keys(const AttentionGradient& g, RowState<T>* states
         T* ds_row = ds + i * kKeyBlock;
         if (dropout) dropout.apply(row + i, key, width, ds_row, ds_row);
         RowState<T>& state = states[row + i];
-        const T high = state.high, low = state.low, delta = state.delta;
+        const T reference = state.top_score, over_sum = state.over_sum, delta = state.delta;
         int64_t top = state.top_tile == key ? 0 : -1;
         if (top == 0)
-          while (top < keys && p_row[top] != high) ++top;
+          while (top < keys && p_row[top] != reference) ++top;
 #pragma GCC unroll 4
         for (int64_t j = 0; j < width; j += L) {
-          const Vec<T> weight = exp2_of(((load(p_row + j) - high) - low) * T(kLog2e));
+          const Vec<T> weight = exp2_of((load(p_row + j) - reference) * T(kLog2e)) * over_sum;
           store(p_row + j, weight);
           store(ds_row + j, weight * (load(ds_row + j) - delta));
         }

@@ -99,13 +99,17 @@ def validate(
 
     if attn_mask is not None:
         attn_mask = _expand_attn_mask(attn_mask, query, (*out_lead, n_q, n_k))
-        if enable_gqa:
-            attn_mask = attn_mask.unflatten(-3, (-1, groups))
     key_mask = slopes = None
     if key_padding_mask is not None:
         key_mask = expand_key_padding_mask(key_padding_mask, query, (*out_lead, n_k))
     if key_bias is not None:
-        key_mask = _add_key_bias(_expand_key_bias(key_bias, query, (*out_lead, n_k)), key_mask)
+        key_mask = _join_masks(_expand_key_bias(key_bias, query, (*out_lead, n_k)), key_mask)
+    if attn_mask is not None and _is_same_for_all_queries(attn_mask):
+        row = attn_mask[..., 0, :]
+        key_mask = _join_masks(~row if row.dtype == torch.bool else row, key_mask)
+        attn_mask = None
+    if attn_mask is not None and enable_gqa:
+        attn_mask = attn_mask.unflatten(-3, (-1, groups))
     if key_mask is not None and enable_gqa:
         key_mask = key_mask.unflatten(-2, (-1, groups))
     if alibi_slopes is not None:
@@ -248,7 +252,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         check_floating(name, x)
         if x.ndim < 2:
             raise ValueError(
-                f"{name} must have at least 2 dimensions [..., n, width], got shape {shape_of(x)}"
+                f"{name} must have at least 2 dimensions [..., n, width], got shape "
+                f"{shape_of(x)}{_forgotten_rank(query, key, value)}"
             )
         if x.ndim > 2 and x.shape[-3] == 0:
             raise ValueError(f"{name} must have at least 1 head (dimension -3), got {shape_of(x)}")
@@ -258,11 +263,12 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(
             f"key must have the rank (last dimension) of query, {query.shape[-1]}, "
             f"got {key.shape[-1]} (query {shape_of(query)}, key {shape_of(key)})"
+            f"{_forgotten_rank(query, key, value)}"
         )
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(
             f"value must have as many rows as key, {key.shape[-2]}, got {value.shape[-2]} "
-            f"(key {shape_of(key)}, value {shape_of(value)})"
+            f"(key {shape_of(key)}, value {shape_of(value)}){_forgotten_rank(query, key, value)}"
         )
     if value.shape[-1] == 0:
         raise ValueError(f"value must have a last dimension of at least 1, got {shape_of(value)}")
@@ -272,6 +278,17 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} must be on the device of query, {query.device}, got {x.device}; "
                 f"move it with {name}.to(query.device)"
             )
+
+
+def _forgotten_rank(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """The remedy if queries and keys look like numbers without a dimension for the rank."""
+    shapes = [getattr(x, "shape", ()) for x in (query, key, value)]
+    if len(shapes[0]) == len(shapes[1]) == len(shapes[2]) - 1 and shapes[1] == shapes[2][:-1]:
+        return (
+            "; for rank 1 give query and key a last dimension of 1 with query.unsqueeze(-1) and "
+            "key.unsqueeze(-1)"
+        )
+    return ""
 
 
 def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -360,13 +377,21 @@ def _expand_key_bias(bias: Tensor, query: Tensor, shape: tuple[int, ...]) -> Ten
         ) from None
 
 
-def _add_key_bias(bias: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Both as one mask that is added; what either hides is hidden."""
-    if key_mask is None:
-        return bias
-    if key_mask.dtype == torch.bool:
-        return bias.masked_fill(key_mask, -math.inf)
-    return (bias + key_mask).masked_fill((key_mask == -math.inf) | (bias == -math.inf), -math.inf)
+def _is_same_for_all_queries(mask: Tensor) -> bool:
+    """Whether a mask was broadcast over the queries, and so is one of the keys."""
+    return bool(mask.shape[-2] == 1 or (mask.shape[-2] > 0 and mask.stride(-2) == 0))
+
+
+def _join_masks(one: Tensor, other: Tensor | None) -> Tensor:
+    """Two masks of keys as one; what either hides is hidden."""
+    if other is None:
+        return one
+    if one.dtype == torch.bool and other.dtype == torch.bool:
+        return one | other
+    if one.dtype == torch.bool or other.dtype == torch.bool:
+        hidden, bias = (one, other) if one.dtype == torch.bool else (other, one)
+        return bias.masked_fill(hidden, -math.inf)
+    return (one + other).masked_fill((one == -math.inf) | (other == -math.inf), -math.inf)
 
 
 def _expand_slopes(slopes: Tensor, query: Tensor, lead: tuple[int, ...]) -> Tensor:

@@ -903,7 +903,7 @@ void check_agreement(const Kernels& kernels) {
   for (const DType dtype : {DType::kFloat64, DType::kFloat32}) {
     const bool wide = dtype == DType::kFloat64;
     for (const double scale : {1.0, 30.0, 300.0, 3000.0}) {
-      const Kernels* tables[2] = {&kernels, &kPortable};
+      const Kernels* tables[2] = {&kernels, &portable::kTable};
       std::unique_ptr<Machine> found[2];
       for (int side = 0; side < 2; ++side) {
         generator.seed(uint64_t(scale));

@@ -224,15 +224,16 @@ class Backend:
     def methods(self) -> tuple[str, ...]:
         return tuple(method for method in METHODS if method in self.operations)
 
+    def serves(self, device: str) -> bool:
+        """Whether it runs on tensors of this device."""
+        return self.devices is None or device in (*self.devices, *self.only_by_name())
+
     def why_not(self, request: Request, operation: str) -> list[str]:
         """Every reason why this backend cannot serve the request; [] if it can."""
         reasons = []
         if missing := self.unavailable():
             reasons.append(missing)
-        if self.devices is not None and request.device not in (
-            *self.devices,
-            *self.only_by_name(),
-        ):
+        if self.devices is not None and not self.serves(request.device):
             where = " or ".join(self.devices)
             reasons.append(f"runs on {where} tensors, got {request.device}{self.remedy}")
         if operation not in self.operations:

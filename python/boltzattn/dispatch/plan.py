@@ -283,11 +283,14 @@ def describe(request: Request, choice: Choice) -> str:
             f"{BIASED_SCAN_PRODUCT}; heads above about 180 are computed by direct"
         )
     lines.append("not taken:")
+    here = [name for name, backend in BACKENDS.items() if backend.serves(request.device)]
     for method in METHODS:
-        for backend in BACKENDS:
+        for backend in here:
             if (method, backend) != (taken.method, taken.backend):
                 reasons = backends.why_not(request, operation_of(method, request), backend)
                 if not reasons:
                     reasons = [_why_not_taken(Choice(method, backend), taken, choice)]
                 lines.append(f"  {method} on {backend}: {'; '.join(reasons)}")
+    if elsewhere := [name for name in BACKENDS if name not in here]:
+        lines.append(f"  {', '.join(elsewhere)}: for tensors on other devices than this")
     return "\n".join(lines)

@@ -315,6 +315,13 @@ class LowRankAttention(nn.Module):
             del state_dict[prefix + "in_proj_weight"]
             for name, part in zip("qkv", packed.split(self._widths), strict=True):
                 state_dict[f"{prefix}{name}_proj_weight"] = part
+        elif packed is not None:
+            *_, errors = args
+            errors.append(
+                f"{prefix}in_proj_weight belongs to an nn.MultiheadAttention, whose heads have "
+                f"another rank than {self.rank}; load it into that module, and convert it with "
+                "LowRankAttention.from_multihead(module, rank)"
+            )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -53,7 +53,8 @@ def convert(
 
     Args:
         model: searched recursively; a layer used in two places stays shared.
-        rank: rank of every new head; see `LowRankAttention.from_multihead`.
+        rank: rank of every new head, at most its present `head_dim`, which is exact; see
+            `LowRankAttention.from_multihead`.
         batch: input for measuring the change of the outputs: a tensor, a tuple of positional
             arguments or a mapping of keyword arguments.
         select: `select(name, layer)` returns whether to replace the layer.
@@ -87,8 +88,9 @@ def convert(
             continue
         if layer not in new_layers:
             try:
+                # A larger rank than the head's own would add nothing but zeros.
                 new_layers[layer] = LowRankAttention.from_multihead(
-                    layer, rank, method=method, backend=backend
+                    layer, min(rank, layer.head_dim), method=method, backend=backend
                 )
             except ValueError as error:
                 skipped[name] = str(error)
