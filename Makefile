@@ -69,13 +69,16 @@ sanitize:
 $(CHECKED)/kernels: $(CHECKED_OBJECTS:%=$(CHECKED)/%)
 	$(CXX) $(CHECKED_FLAGS) $^ -o $@
 
-$(CHECKED)/wide_%.o: wide.cpp $(SOURCES)
+# With each object comes a list of the headers that it depends on.
+$(CHECKED)/wide_%.o: wide.cpp
 	@mkdir -p $(@D)
-	$(CXX) $(CHECKED_FLAGS) -Icsrc -DBOLTZATTN_UNIT='"cpu/units/$*.inc.h"' -c $< -o $@
+	$(CXX) $(CHECKED_FLAGS) -MMD -MP -Icsrc -DBOLTZATTN_UNIT='"cpu/units/$*.inc.h"' -c $< -o $@
 
-$(CHECKED)/%.o: %.cpp $(SOURCES)
+$(CHECKED)/%.o: %.cpp
 	@mkdir -p $(@D)
-	$(CXX) $(CHECKED_FLAGS) -Icsrc -c $< -o $@
+	$(CXX) $(CHECKED_FLAGS) -MMD -MP -Icsrc -c $< -o $@
+
+-include $(wildcard $(CHECKED)/*.d)
 
 # The extension itself under AddressSanitizer, whose libraries must be loaded before Python. Leaks are
 # not looked for: Python and torch keep what they have until they end.

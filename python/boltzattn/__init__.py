@@ -6,7 +6,7 @@ from boltzattn.boltz_operator import boltz
 from boltzattn.compose.merge import merge
 from boltzattn.compose.streaming import StreamingAttention
 from boltzattn.dispatch.backends import BACKENDS, METHODS
-from boltzattn.dispatch.preference import use_backend, use_method
+from boltzattn.dispatch.preference import set_quadratic, use_backend, use_method
 from boltzattn.explanation import explain
 from boltzattn.functional import attention, attention_varlen, self_attention
 
@@ -23,6 +23,7 @@ __all__ = [
     "merge",
     "nn",
     "self_attention",
+    "set_quadratic",
     "smoothing",
     "use_backend",
     "use_method",

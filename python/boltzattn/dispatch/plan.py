@@ -96,6 +96,8 @@ CORE_NODES = 150  # on the key axis, at ordinary temperatures
 PACKED_WEIGHTS, PACKED_TOKENS = 200_000, 256
 # It computes in fp32; where the machine has products of bf16, torch is faster above this many.
 BFLOAT16_PRODUCTS = 10_000_000
+# A call that is this much slower than it would be without its mask is worth a warning.
+QUADRATIC_NOTICE = 4.0
 # Backward takes about this much longer at the nodes, relative to forward, than by projecting first.
 NODES_TRAINING = 1.3
 
@@ -151,6 +153,28 @@ def choose(request: Request, choice: Choice) -> Plan:
     operation = operation_of(method, request)
     taken = backends.select(request, operation, backend)
     return Plan(method, taken.name, backends.kernels(taken.name, operation))
+
+
+@lru_cache(maxsize=1024)
+def quadratic_reason(request: Request, choice: Choice) -> str | None:
+    """Why a call that could take linear time does not, if that costs it much."""
+    if not (request.attn_mask or request.dropout) or choice.method != "auto":
+        return None
+    plain = request._replace(attn_mask=False, dropout=False)
+    if choose(plain, choice).method != "transform":
+        return None
+    if direct_cost(request) < QUADRATIC_NOTICE * transform_cost(plain):
+        return None
+    cause, remedy = (
+        ("attn_mask", "pass is_causal=True, key_padding_mask or key_bias if that is what it says")
+        if request.attn_mask
+        else ("dropout_p", "drop outputs instead of weights")
+    )
+    return (
+        f"{cause} makes this call take quadratic time (n_q = {request.n_q}, n_k = {request.n_k}), "
+        f"where rank 1 could take linear time: {remedy}. boltzattn.set_quadratic('ignore') "
+        "silences this warning, and 'error' makes it an error"
+    )
 
 
 class LayerRequest(NamedTuple):

@@ -1,9 +1,10 @@
-"""`use_backend` and `use_method`: what "auto" means within a block."""
+"""`use_backend`, `use_method`: what "auto" means within a block; `set_quadratic`: what it says."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator
 
 from boltzattn.dispatch.backends import BACKENDS, METHODS
@@ -38,6 +39,38 @@ def preferred(method: str, backend: str) -> Choice:
         _preference.method if method == "auto" else method,
         _preference.backend if backend == "auto" else backend,
     )
+
+
+_REACTIONS = ("warn", "error", "ignore")
+_reaction = "warn"
+_warned: set[str] = set()
+
+
+def set_quadratic(reaction: str) -> None:
+    """What happens if a mask or dropout makes a call of rank 1 quadratic.
+
+    "warn", the default, warns once for each cause; "error" raises; "ignore" does nothing. Only
+    calls with `method="auto"` that lose a factor of 4 or more count.
+
+    Example:
+        >>> boltzattn.set_quadratic("ignore")
+        >>> boltzattn.set_quadratic("warn")
+    """
+    global _reaction
+    if reaction not in _REACTIONS:
+        raise ValueError(f"reaction must be 'warn', 'error' or 'ignore', got {reaction!r}")
+    _reaction = reaction
+    _warned.clear()
+
+
+def react_to_quadratic(reason: str) -> None:
+    """Do what `set_quadratic` says."""
+    cause = reason.split(" ", 1)[0]
+    if _reaction == "error":
+        raise ValueError(reason)
+    if _reaction == "warn" and cause not in _warned:
+        _warned.add(cause)
+        warnings.warn(reason, stacklevel=2)
 
 
 @contextlib.contextmanager

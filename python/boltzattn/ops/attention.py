@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from boltzattn.dispatch import plan
 from boltzattn.dispatch.backends import Request
+from boltzattn.dispatch.preference import react_to_quadratic
 from boltzattn.dispatch.torch_modes import forward_mode_active, full_precision, without_autocast
 from boltzattn.ops.operator import (
     Operator,
@@ -35,6 +36,8 @@ from boltzattn.reference import transform as reference_transform
 
 def _forward(problem: Problem, choice: Choice) -> Saved:
     request = Request.of(problem)
+    if reason := plan.quadratic_reason(request, choice):
+        react_to_quadratic(reason)
     kernels = plan.choose(request, choice).kernels
     with without_autocast(request.device):
         return kernels.forward(problem)
