@@ -97,7 +97,8 @@ def attention(
         key: `[..., H, n_k, rank]`. Leading dimensions broadcast.
         value: `[..., H, n_k, dv]`.
         attn_mask: broadcastable to `[..., H, n_q, n_k]`; bool (True = may attend) or floating
-            (added to the logits).
+            (added to the logits). One that is broadcast over the queries, `[..., 1, n_k]`, is a
+            mask of the keys; any other makes rank 1 quadratic (`boltzattn.set_quadratic`).
         dropout_p: probability of dropping an attention weight, applied whenever it is above 0,
             as in SDPA. The seed is drawn from torch's generator.
         is_causal: query i sees keys 0..i (aligned at the top left when n_q != n_k, as in SDPA).

@@ -70,6 +70,9 @@ FOUND = {
     "logit gradients times keys overflowed before they were scaled": Case(
         seed=3014035, n_k=2, family="huge", values="large", temperature=0.3, scale=0.0, digits=1
     ),
+    "keys past the last one were read from scratch memory": draw(2942),
+    "weights were rebuilt from the logarithm of their sum": draw(3065592),
+    "the judge did not know of weights that are left out": draw(4001906),
 }
 
 
