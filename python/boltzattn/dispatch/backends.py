@@ -299,10 +299,7 @@ BACKENDS: dict[str, Backend] = {
             _triton_unavailable,
             {
                 "direct": Implementation(
-                    lambda: _with_bias_gradient(_triton("direct", Kernels)),
-                    _TRITON_DTYPES,
-                    16,
-                    ("slopes", "gaussian"),
+                    lambda: _triton("direct", Kernels), _TRITON_DTYPES, largest_rank=16
                 ),
                 "transform": Implementation(
                     lambda: _triton("transform", Kernels), _TRITON_DTYPES, lacks=tuple(FEATURES)
