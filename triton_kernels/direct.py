@@ -53,7 +53,8 @@ def _inputs(problem: Problem, served: Tensor | None) -> tuple[Any, ...]:
 
 def _options(kernel: str, problem: Problem) -> dict[str, Any]:
     rank, dv = problem.query.shape[-1], problem.value.shape[-1]
-    biased = problem.is_gaussian or problem.slopes is not None
+    added = problem.slopes is not None or problem.key_bias is not None
+    biased = problem.is_gaussian or added
     fixed = direct_options(kernel, problem.query.dtype, rank, dv, biased)
     flags = {"IS_CAUSAL": problem.is_causal, "GAUSSIAN": problem.is_gaussian}
     return {**flags, "RANK": rank, **fixed}

@@ -146,7 +146,8 @@ _DIRECT = {
     ("key_gradient", False, 64): (DirectTile(16, 64, 4), DirectTile(16, 32, 4)),
     ("key_gradient", True, 32): (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
 }
-# Whatever the width, with Gaussian scores or slopes: so that masks on top of them do not spill.
+# Whatever the width, with Gaussian scores, slopes or a bias per key: so that masks on top of them
+# do not spill.
 _BIASED = {
     "forward": DirectTile(64, 16, 8),
     "query_gradient": DirectTile(64, 16, 8),
@@ -179,7 +180,7 @@ def direct_options(
 ) -> dict[str, Any]:
     """Everything that is fixed at compile time, except for the problem itself.
 
-    `biased`: its scores are Gaussian or have slopes, which takes more registers.
+    `biased`: its scores are Gaussian, or have slopes or a bias per key: more registers.
     """
     widest = WIDEST[dtype] if kernel == "forward" else WIDEST[dtype] // 2
     columns = column_block(dv, widest)
