@@ -82,7 +82,7 @@ __device__ __forceinline__ RowNorm<T> row_norm(const Gradient& g, int64_t head, 
 
 // dV: forward with the sides exchanged; a thread weighs the queries for one key.
 template <class S, int Columns, bool Gaussian>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kLeastBlocks)
     direct_value_gradient(const __grid_constant__ Gradient g) {
   using T = Arithmetic<S>;
   constexpr int N = kTile<T>;
