@@ -41,20 +41,23 @@ def direct_backward(grads: OutputGradients, saved: Saved, problem: Problem) -> G
 
 def _inputs(problem: Problem, served: Tensor | None) -> tuple[Any, ...]:
     """The arguments that all kernels have in common; the last are the sizes."""
-    query, key, value, attn_mask, key_mask, _, seed, scale, p, _, _ = problem
+    query, key, value, attn_mask, key_mask, slopes, seed, scale, p, _, _ = problem
     sizes = Sizes(*lead_of(query, 2), query.shape[-2], *value.shape[-2:], scale)
     dropout = None
     if seed is not None and p > 0.0:
         kept_factor = 1.0 / (1.0 - p) if p < 1.0 else 0.0
         dropout = Dropout(*strided(seed, 0)[:4], round(p * 2**32), kept_factor)
     tensors = *(strided(x, 2) for x in (query, key, value, attn_mask)), strided(key_mask, 1)
-    return *tensors, dropout, served, sizes
+    return *tensors, strided(slopes, 0), dropout, served, sizes
 
 
 def _options(kernel: str, problem: Problem) -> dict[str, Any]:
-    rank = problem.query.shape[-1]
-    fixed = direct_options(kernel, problem.query.dtype, rank, problem.value.shape[-1])
-    return {"IS_CAUSAL": problem.is_causal, "RANK": rank, **fixed}
+    rank, dv = problem.query.shape[-1], problem.value.shape[-1]
+    added = problem.slopes is not None or problem.key_bias is not None
+    biased = problem.is_gaussian or added
+    fixed = direct_options(kernel, problem.query.dtype, rank, dv, biased)
+    flags = {"IS_CAUSAL": problem.is_causal, "GAUSSIAN": problem.is_gaussian}
+    return {**flags, "RANK": rank, **fixed}
 
 
 def forward_unserved(problem: Problem, served: Tensor | None, saved: Saved) -> None:
@@ -81,13 +84,19 @@ def backward_unserved(
         *_, sizes = inputs = _inputs(problem, served)
         heads, shares = sizes.total, cdiv(sizes.dv, by_row["BLOCK_DV"])
         delta = query.new_empty(shares, heads, sizes.n_q, dtype=torch.float32)
-        # Every block of columns has a share of dq and of dk.
+        row_blocks = cdiv(sizes.n_q, by_row["BLOCK_Q"])
+        # Every block of columns has a share of these, and of slopes every block of rows too.
         to_query = query.new_empty(shares, *query.shape, dtype=torch.float32)
         to_key = query.new_empty(shares, *key.shape, dtype=torch.float32)
+        to_bias = to_slopes = None
+        if problem.key_bias is not None:
+            to_bias = query.new_empty(shares, *key.shape[:-1], dtype=torch.float32)
+        if problem.slopes is not None:
+            to_slopes = query.new_empty(shares, heads, row_blocks, dtype=torch.float64)
         grad_out = strided(grads.out, 2)
         launch(
             direct_query_gradient_kernel,
-            (cdiv(sizes.n_q, by_row["BLOCK_Q"]) * heads, shares),
+            (row_blocks * heads, shares),
             *inputs,
             grad_out,
             strided(grads.lse, 1),
@@ -95,6 +104,7 @@ def backward_unserved(
             saved.lse,
             delta,
             to_query,
+            to_slopes,
             **by_row,
         )
         launch(
@@ -106,12 +116,18 @@ def backward_unserved(
             delta,
             to_key,
             found.value,
+            to_bias,
             **by_key,
         )
-    for grad, parts in ((found.query, to_query), (found.key, to_key)):
-        whole = sum_shares(parts)
+        pairs = [(found.query, sum_shares(to_query)), (found.key, sum_shares(to_key))]
+        if to_bias is not None:
+            pairs.append((found.key_mask, sum_shares(to_bias)))
+        if to_slopes is not None:
+            pairs.append((found.slopes, to_slopes.sum((0, 2)).view(found.slopes.shape)))
+    lead = query.shape[:-2]
+    for grad, whole in pairs:
         if served is None:
             grad.copy_(whole)
         else:
-            kept = served.view(*query.shape[:-2], 1, 1).bool()
+            kept = served.view(*lead, *[1] * (grad.ndim - len(lead))).bool()
             grad.copy_(torch.where(kept, grad, whole.to(grad.dtype)))

@@ -4,8 +4,12 @@ A program owns a block of query rows (forward, dq) or of keys (dk, dv) and up to
 values, and streams the other side past them. There are no atomics. Scores are outer products in
 fp32: a rank is too short for a matrix unit. They are held as [keys, queries], because Triton then
 gives a thread one query and all keys of a block, and sums over keys stay inside the thread. Wider
-values take several programs that share nothing: the gradients of queries and keys are linear in
-the columns, and the shares are added at the end.
+values take several programs that share nothing: the gradients of queries, keys and whatever is
+added to scores are linear in the columns, and the shares are added at the end.
+
+Gaussian scores and their gradients are computed from differences q - k, one column of the rank
+after the other: in products of queries with keys, an offset that they share would leave nothing but
+rounding.
 
 `served` [heads] marks the heads that the transform has computed, which these kernels leave alone:
 the host need not know which they are.
@@ -30,6 +34,7 @@ from boltzattn.triton_kernels.heads import (
 )
 
 RANK_TILE = tl.constexpr(16)  # columns of dq and dk in a matrix product
+NO_ROW = tl.constexpr(2.0**126)  # lse of rows past the end: it leaves them no weight
 
 
 class Sizes(NamedTuple):
@@ -81,16 +86,35 @@ def dropout_factor(dropout, head, rows, keys):
 
 
 @triton.jit
+def distances(rows, keys):
+    """|i - j| of a block of pairs, [BLOCK_K, BLOCK_Q]; exact for 2^24 tokens."""
+    gap = (rows.first - keys.first) + rows.local[None, :] - keys.local[:, None]
+    return tl.abs(gap).to(tl.float32)
+
+
+@triton.jit
+def distance_bias(slopes, head, rows, keys):
+    """-slope |i - j|, rounded once: the slope is the sum of two fp32 numbers."""
+    slope = -tl.load(start_of(slopes, head))
+    high = slope.to(tl.float32)
+    low = (slope - high.to(tl.float64)).to(tl.float32)
+    distance = distances(rows, keys)
+    return tl.fma(distance, high, distance * low)
+
+
+@triton.jit
 def masked_scores(
     query,
     key,
     attn_mask,
     key_mask,
+    slopes,
     scale,
     head,
     rows,
     keys,
     IS_CAUSAL: tl.constexpr,
+    GAUSSIAN: tl.constexpr,
     RANK: tl.constexpr,
 ):
     """Logits [BLOCK_K, BLOCK_Q] of a block of pairs, -inf where a query may not attend.
@@ -98,11 +122,22 @@ def masked_scores(
     Forward and backward share it, so that weights are rebuilt from the very same numbers. The loop
     over ranks is a loop: unrolled, it would hold all columns in registers.
     """
-    q = load_column(query, head, rows, 0) * scale
-    score = load_column(key, head, keys, 0)[:, None] * q[None, :]
-    for r in range(1, RANK):
-        q = load_column(query, head, rows, r) * scale
-        score = tl.fma(load_column(key, head, keys, r)[:, None], q[None, :], score)
+    if GAUSSIAN:
+        gap = load_column(query, head, rows, 0)[None, :] - load_column(key, head, keys, 0)[:, None]
+        score = gap * gap
+        for r in range(1, RANK):
+            q, k = load_column(query, head, rows, r), load_column(key, head, keys, r)
+            gap = q[None, :] - k[:, None]
+            score += gap * gap  # not fused: keys at the same distance stay ties
+        score *= -0.5 * scale
+    else:
+        q = load_column(query, head, rows, 0) * scale
+        score = load_column(key, head, keys, 0)[:, None] * q[None, :]
+        for r in range(1, RANK):
+            q = load_column(query, head, rows, r) * scale
+            score = tl.fma(load_column(key, head, keys, r)[:, None], q[None, :], score)
+    if slopes is not None:
+        score += distance_bias(slopes, head, rows, keys)
     allowed = inside(keys)[:, None]
     if IS_CAUSAL:
         allowed = allowed & (keys.local[:, None] <= (rows.first - keys.first) + rows.local[None, :])
@@ -126,12 +161,27 @@ def masked_scores(
 
 @triton.jit
 def without_hidden(x, key_mask, head, keys):
-    """A block [BLOCK_K, columns] with zeros for the keys that key_mask hides: they may hold NaN."""
+    """A block [BLOCK_K] or [BLOCK_K, columns] with zeros for the keys that key_mask hides: they may
+    hold NaN."""
     if key_mask is not None:
         mask = load_vector(key_mask, head, keys)
         hidden = mask != 0 if mask.dtype == tl.uint8 else mask.to(tl.float32) == float("-inf")
-        x = tl.where(hidden[:, None], 0.0, x)
+        if len(x.shape) == 2:
+            hidden = hidden[:, None]
+        x = tl.where(hidden, 0.0, x)
     return x
+
+
+@triton.jit
+def pulls(grad_score, query, key, key_mask, head, rows, keys, row_lse, r):
+    """grad_score times q - k in column r of the rank: terms of Gaussian gradients, up to the scale.
+
+    A weight of 0 times NaN is NaN. So keys that are hidden count as 0, and so do the queries of
+    empty rows, all of whose keys may be hidden.
+    """
+    k = without_hidden(load_column(key, head, keys, r), key_mask, head, keys)
+    q = tl.where(row_lse == float("-inf"), 0.0, load_column(query, head, rows, r))
+    return grad_score * (q[None, :] - k[:, None])
 
 
 @triton.jit
@@ -141,12 +191,14 @@ def direct_forward_kernel(
     value,
     attn_mask,
     key_mask,
+    slopes,
     dropout,
     served,
     sizes,
     out,  # [heads, n_q, dv], written
     lse,  # [heads, n_q] fp64, written
     IS_CAUSAL: tl.constexpr,
+    GAUSSIAN: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -168,7 +220,18 @@ def direct_forward_kernel(
         keys = span_of(first_key, sizes.n_k, BLOCK_K)
         v = without_hidden(load_matrix(value, head, keys, columns).to(DOT), key_mask, head, keys)
         score = masked_scores(
-            query, key, attn_mask, key_mask, sizes.scale, head, rows, keys, IS_CAUSAL, RANK
+            query,
+            key,
+            attn_mask,
+            key_mask,
+            slopes,
+            sizes.scale,
+            head,
+            rows,
+            keys,
+            IS_CAUSAL,
+            GAUSSIAN,
+            RANK,
         )
         higher = tl.maximum(top, tl.max(score, 0))
         # A row that has met no finite logit is measured from 0: exp(-inf - 0) is 0.
@@ -205,6 +268,7 @@ def direct_query_gradient_kernel(
     value,
     attn_mask,
     key_mask,
+    slopes,
     dropout,
     served,
     sizes,
@@ -214,7 +278,9 @@ def direct_query_gradient_kernel(
     lse,  # [heads, n_q] fp64
     delta,  # [column blocks, heads, n_q] fp32, written: grad_out . out - grad_lse
     grad_query,  # [column blocks, heads, n_q, RANK] fp32, written
+    grad_slopes,  # [column blocks, heads, row blocks] fp64, written; None without slopes
     IS_CAUSAL: tl.constexpr,
+    GAUSSIAN: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -237,24 +303,48 @@ def direct_query_gradient_kernel(
         if tl.program_id(1) == 0:
             shift -= load_vector(grad_lse, head, rows).to(tl.float32)
     tl.store(delta + share + row + rows.local, shift, inside(rows))
-    row_lse = tl.load(lse + head.number * sizes.n_q + row + rows.local, inside(rows), other=0.0)
+    lse += head.number * sizes.n_q
+    row_lse = tl.load(lse + row + rows.local, inside(rows), other=NO_ROW)
+    to_slope = tl.zeros([BLOCK_Q], tl.float64)
     acc = tl.zeros([RANK_TILE, BLOCK_Q], tl.float32)
     end = tl.minimum(sizes.n_k, row + BLOCK_Q) if IS_CAUSAL else sizes.n_k
     for first_key in range(0, end, BLOCK_K):
         keys = span_of(first_key, sizes.n_k, BLOCK_K)
         v = without_hidden(load_matrix(value, head, keys, columns).to(DOT), key_mask, head, keys)
         score = masked_scores(
-            query, key, attn_mask, key_mask, sizes.scale, head, rows, keys, IS_CAUSAL, RANK
+            query,
+            key,
+            attn_mask,
+            key_mask,
+            slopes,
+            sizes.scale,
+            head,
+            rows,
+            keys,
+            IS_CAUSAL,
+            GAUSSIAN,
+            RANK,
         )
         weight = rebuilt_weights(score, row_lse)
         grad_weight = tl.dot(v, tl.trans(g), input_precision=PRECISION)
         if dropout is not None:
             grad_weight *= dropout_factor(dropout, head, rows, keys)
         grad_score = weight * (grad_weight - shift[None, :])
-        k = load_matrix(key, head, keys, ranks).to(tl.float32)
-        k = without_hidden(k, key_mask, head, keys)
-        acc = tl.dot(tl.trans(k), grad_score, acc, input_precision=PRECISION)
+        if slopes is not None:
+            to_slope -= tl.sum(grad_score * distances(rows, keys), 0).to(tl.float64)
+        if GAUSSIAN:
+            for r in range(RANK):
+                pulled = pulls(grad_score, query, key, key_mask, head, rows, keys, row_lse, r)
+                acc -= tl.where(ranks.local[:, None] == r, tl.sum(pulled, 0)[None, :], 0.0)
+        else:
+            k = load_matrix(key, head, keys, ranks).to(tl.float32)
+            k = without_hidden(k, key_mask, head, keys)
+            acc = tl.dot(tl.trans(k), grad_score, acc, input_precision=PRECISION)
     store_matrix(grad_query + share * RANK, tl.trans(acc * sizes.scale), rows, ranks)
+    if slopes is not None:
+        blocks = tl.cdiv(sizes.n_q, BLOCK_Q)
+        first = tl.program_id(1).to(tl.int64) * sizes.total * blocks
+        tl.store(grad_slopes + first + tl.program_id(0), tl.sum(to_slope, 0))
 
 
 @triton.jit
@@ -264,6 +354,7 @@ def direct_key_gradient_kernel(
     value,
     attn_mask,
     key_mask,
+    slopes,
     dropout,
     served,
     sizes,
@@ -272,7 +363,9 @@ def direct_key_gradient_kernel(
     delta,  # [column blocks, heads, n_q] fp32
     grad_key,  # [column blocks, heads, n_k, RANK] fp32, written
     grad_value,  # [heads, n_k, dv], written
+    grad_bias,  # [column blocks, heads, n_k] fp32, written; None without a floating key_mask
     IS_CAUSAL: tl.constexpr,
+    GAUSSIAN: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -293,14 +386,26 @@ def direct_key_gradient_kernel(
     v = without_hidden(load_matrix(value, head, keys, columns).to(DOT), key_mask, head, keys)
     to_key = tl.zeros([BLOCK_K, RANK_TILE], tl.float32)
     to_value = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+    to_bias = tl.zeros([BLOCK_K], tl.float32)
     for row in range(first_key // BLOCK_Q * BLOCK_Q if IS_CAUSAL else 0, sizes.n_q, BLOCK_Q):
         rows = span_of(row, sizes.n_q, BLOCK_Q)
         g = load_matrix(grad_out, head, rows, columns).to(DOT)
         score = masked_scores(
-            query, key, attn_mask, key_mask, sizes.scale, head, rows, keys, IS_CAUSAL, RANK
+            query,
+            key,
+            attn_mask,
+            key_mask,
+            slopes,
+            sizes.scale,
+            head,
+            rows,
+            keys,
+            IS_CAUSAL,
+            GAUSSIAN,
+            RANK,
         )
-        # Rows past the end have weights, but neither a gradient nor a delta.
-        weight = rebuilt_weights(score, tl.load(lse + row + rows.local, inside(rows), other=0.0))
+        row_lse = tl.load(lse + row + rows.local, inside(rows), other=NO_ROW)
+        weight = rebuilt_weights(score, row_lse)
         shift = tl.load(delta + row + rows.local, inside(rows), other=0.0)
         grad_weight = tl.dot(v, tl.trans(g), input_precision=PRECISION)
         kept = weight
@@ -310,9 +415,20 @@ def direct_key_gradient_kernel(
             kept *= factor
         grad_score = weight * (grad_weight - shift[None, :])
         to_value = tl.dot(kept.to(DOT), g, to_value, input_precision=PRECISION)
-        q = load_matrix(query, head, rows, ranks).to(tl.float32)
-        to_key = tl.dot(grad_score, q, to_key, input_precision=PRECISION)
+        if grad_bias is not None:
+            to_bias += tl.sum(grad_score, 1)
+        if GAUSSIAN:
+            for r in range(RANK):
+                pulled = pulls(grad_score, query, key, key_mask, head, rows, keys, row_lse, r)
+                to_key += tl.where(ranks.local[None, :] == r, tl.sum(pulled, 1)[:, None], 0.0)
+        else:
+            q = load_matrix(query, head, rows, ranks).to(tl.float32)
+            to_key = tl.dot(grad_score, q, to_key, input_precision=PRECISION)
     to_value = without_hidden(to_value, key_mask, head, keys)
     to_key = without_hidden(to_key, key_mask, head, keys)
     store_matrix(grad_value + head.number * sizes.n_k * sizes.dv, to_value, keys, columns)
     store_matrix(grad_key + share * sizes.n_k * RANK, to_key * sizes.scale, keys, ranks)
+    if grad_bias is not None:
+        to_bias = without_hidden(to_bias, key_mask, head, keys)
+        line = grad_bias + share * sizes.n_k + first_key
+        tl.store(line + keys.local, to_bias, inside(keys))

@@ -146,6 +146,13 @@ _DIRECT = {
     ("key_gradient", False, 64): (DirectTile(16, 64, 4), DirectTile(16, 32, 4)),
     ("key_gradient", True, 32): (DirectTile(16, 32, 4), DirectTile(16, 32, 4)),
 }
+# Whatever the width, with Gaussian scores, slopes or a bias per key: so that masks on top of them
+# do not spill.
+_BIASED = {
+    "forward": DirectTile(64, 16, 8),
+    "query_gradient": DirectTile(64, 16, 8),
+    "key_gradient": DirectTile(16, 16, 4),
+}
 # Whatever the width: AMD's compiler needs the registers for the scores.
 _AMD = {
     "forward": DirectTile(64, 16, 4),
@@ -156,20 +163,29 @@ _AMD = {
 _INTERPRETED = DirectTile(128, 128, 4)
 
 
-def _direct_tile(kernel: str, dtype: torch.dtype, rank: int, columns: int) -> DirectTile:
+def _direct_tile(
+    kernel: str, dtype: torch.dtype, rank: int, columns: int, biased: bool
+) -> DirectTile:
     if INTERPRETED:
         return _INTERPRETED
     if architecture() == "amd":
         return _AMD[kernel]
+    if biased:
+        return _BIASED[kernel]
     return _DIRECT[kernel, dtype == torch.float32, max(32, columns)][rank > 1]
 
 
-def direct_options(kernel: str, dtype: torch.dtype, rank: int, dv: int) -> dict[str, Any]:
-    """Everything that is fixed at compile time, except for the problem itself."""
+def direct_options(
+    kernel: str, dtype: torch.dtype, rank: int, dv: int, biased: bool
+) -> dict[str, Any]:
+    """Everything that is fixed at compile time, except for the problem itself.
+
+    `biased`: its scores are Gaussian, or have slopes or a bias per key: more registers.
+    """
     widest = WIDEST[dtype] if kernel == "forward" else WIDEST[dtype] // 2
     columns = column_block(dv, widest)
-    tile = _direct_tile(kernel, dtype, rank, columns)
-    tile = _entry(("direct", kernel, dtype == torch.float32, columns, rank > 1), tile)
+    tile = _direct_tile(kernel, dtype, rank, columns, biased)
+    tile = _entry(("direct", kernel, dtype == torch.float32, columns, rank > 1, biased), tile)
     return {
         **tile._asdict(),
         "BLOCK_DV": columns,

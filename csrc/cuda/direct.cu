@@ -18,7 +18,10 @@ cudaError_t direct_forward(const Call& call, cudaStream_t stream) {
     using S = decltype(zero);
     const int64_t blocks = call.heads * ceil_div(call.n_q, kThreads);
     return with_columns<S>(call.dv, [&](auto columns) {
-      return launch(direct_forward<S, columns>, blocks * ceil_div(call.dv, columns), call, stream);
+      return with_score(call, [&](auto gaussian) {
+        return launch(direct_forward<S, columns, gaussian>, blocks * ceil_div(call.dv, columns),
+                      call, stream);
+      });
     });
   });
 }

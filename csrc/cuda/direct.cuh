@@ -2,6 +2,9 @@
 //
 // A block owns some tokens of one side and streams the other side past them in tiles. Every result
 // is summed by one thread in one fixed order, so it is bitwise the same from run to run.
+//
+// Gaussian scores are computed from differences q - k: in |q|^2 - 2 q . k + |k|^2 an offset common
+// to all queries and keys would leave nothing but rounding.
 #pragma once
 
 #include "cuda/sums.cuh"
@@ -44,11 +47,17 @@ template <class T>
 struct Masks {
   const Call& call;
   int64_t attn_offset = 0, key_offset = 0;
+  T high = 0, low = 0;                    // their sum is the slope of the distance
   T clamped = OnlineSoftmax<T>::kLowest;  // the bias before it was clamped
 
   __device__ Masks(const Call& c, int64_t h) : call(c) {
     if (call.attn_mask.data) attn_offset = head_offset(call, call.attn_mask, h);
     if (call.key_mask.data) key_offset = head_offset(call, call.key_mask, h);
+    if (call.slopes.data) {
+      const double slope = *head_of<const double>(call, call.slopes, h) * -kLog2e;
+      high = T(slope);
+      low = T(slope - double(high));
+    }
   }
 
   // The lowest finite number stays finite, because a row that contains only this number still
@@ -60,21 +69,40 @@ struct Masks {
     return OnlineSoftmax<T>::kLowest;
   }
 
+  // A logit that a mask hides is -inf, whatever its query and key hold.
+  __device__ __forceinline__ static T added(T logit, T bias) {
+    return bias == T(-INFINITY) ? bias : logit + bias;
+  }
+
+  // Whether key_mask hides key j from all queries.
+  __device__ bool hides(int64_t j) const {
+    if (!call.key_mask.data) return false;
+    const int64_t at = key_offset + j * call.key_mask.column;
+    if (call.key_mask.dtype == DType::kBool)
+      return static_cast<const uint8_t*>(call.key_mask.data)[at] != 0;
+    return T(number_at(call.key_mask, at)) == T(-INFINITY);
+  }
+
   // Whether queries i .. i + rows and keys j .. j + keys exist and see each other unmasked.
   __device__ __forceinline__ bool all_plain(int64_t i, int64_t rows, int64_t j,
                                             int64_t keys) const {
-    return !call.key_mask.data && !call.attn_mask.data && i + rows <= call.n_q &&
-           j + keys <= call.n_k && !(call.is_causal && j + keys - 1 > i);
+    return !call.key_mask.data && !call.attn_mask.data && !call.slopes.data &&
+           i + rows <= call.n_q && j + keys <= call.n_k && !(call.is_causal && j + keys - 1 > i);
+  }
+
+  __device__ __forceinline__ static T distance(int64_t i, int64_t j) {
+    return T(i < j ? j - i : i - j);
   }
 
   __device__ T apply(T logit, int64_t i, int64_t j) {
     if (i >= call.n_q || j >= call.n_k || (call.is_causal && j > i)) return T(-INFINITY);
+    if (call.slopes.data) logit += fma(distance(i, j), high, distance(i, j) * low);
     if (call.key_mask.data) {
       const int64_t at = key_offset + j * call.key_mask.column;
       if (call.key_mask.dtype == DType::kBool) {
         if (static_cast<const uint8_t*>(call.key_mask.data)[at]) return T(-INFINITY);
       } else {
-        logit += scaled(number_at(call.key_mask, at));
+        logit = added(logit, scaled(number_at(call.key_mask, at)));
       }
     }
     if (call.attn_mask.data) {
@@ -82,7 +110,7 @@ struct Masks {
       if (call.attn_mask.dtype == DType::kBool) {
         if (!static_cast<const uint8_t*>(call.attn_mask.data)[at]) return T(-INFINITY);
       } else {
-        logit += scaled(number_at(call.attn_mask, at));
+        logit = added(logit, scaled(number_at(call.attn_mask, at)));
       }
     }
     return logit;
@@ -102,6 +130,22 @@ struct Place {
   }
 };
 
+// What the queries are multiplied by: of Gaussian scores the sum of squares has the factor.
+template <bool Gaussian>
+__device__ __forceinline__ double query_factor(const Call& call) {
+  return Gaussian ? 1 : call.scale * kLog2e;
+}
+template <class T>
+__device__ __forceinline__ T square_factor(const Call& call) {
+  return T(-0.5 * call.scale * kLog2e);
+}
+
+// The term of one coordinate joins a score. Explicitly fused, so that all passes round alike.
+template <bool Gaussian, class T>
+__device__ __forceinline__ T add_term(T score, T x, T y) {
+  return Gaussian ? fma(x - y, x - y, score) : score + x * y;
+}
+
 // Query and key vectors. `scale` folds the scale of the logits into the queries.
 template <class S>
 struct Vectors {
@@ -120,17 +164,18 @@ struct Vectors {
 // The logits of the thread's own token with a tile of the other side. The last step is a barrier,
 // so everything that the caller has written to shared memory before is visible after it. A thread
 // past the barrier no longer needs the previous tile, which may be overwritten then.
-template <class S>
+template <class S, bool Gaussian>
 struct Logits {
   using T = Arithmetic<S>;
   T own[kRankChunk][kThreads];
   T other[2][kRankChunk][kTile<T>];
 
   // `turn` says which half of `other` is next.
-  __device__ __forceinline__ void tile(const Vectors<S>& mine, int64_t token,
-                                       const Vectors<S>& others, int64_t first, int64_t rank,
-                                       bool fresh, int& turn, T* logit) {
+  __device__ __forceinline__ void tile(const Call& call, const Vectors<S>& mine, int64_t token,
+                                       const Vectors<S>& others, int64_t first, bool fresh,
+                                       int& turn, T* logit) {
     constexpr int N = kTile<T>;
+    const int64_t rank = call.rank;
 #pragma unroll
     for (int c = 0; c < N; ++c) logit[c] = 0;
     for (int64_t chunk = 0; chunk < rank; chunk += kRankChunk, turn ^= 1) {
@@ -143,20 +188,25 @@ struct Logits {
       for (int r = 0; r < depth; ++r) {
         const T x = own[r][threadIdx.x];
 #pragma unroll
-        for (int c = 0; c < N; ++c) logit[c] += x * other[turn][r][c];
+        for (int c = 0; c < N; ++c) logit[c] = add_term<Gaussian>(logit[c], x, other[turn][r][c]);
       }
+    }
+    if constexpr (Gaussian) {
+      const T factor = square_factor<T>(call);
+#pragma unroll
+      for (int c = 0; c < N; ++c) logit[c] *= factor;
     }
   }
 };
 
 // out and lse: a thread weighs the keys for one query row, a block sums 128 rows of values. Values
 // are copied one tile ahead.
-template <class S, int Columns>
+template <class S, int Columns, bool Gaussian>
 __global__ void __launch_bounds__(kThreads, kLeastBlocks)
     direct_forward(const __grid_constant__ Call call) {
   using T = Arithmetic<S>;
   constexpr int N = kTile<T>;
-  __shared__ __align__(16) Logits<S> logits;
+  __shared__ __align__(16) Logits<S, Gaussian> logits;
   __shared__ __align__(16) S values[2][N][Columns + kPad<S>];
   __shared__ __align__(16) WarpTable<S> tables[kWarps];
   __shared__ T factor[kThreads];
@@ -164,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
   const Place at(call.n_q, kThreads, call.dv, Columns);
   if (call.served && call.served[at.head]) return;
   const int64_t row = at.first + threadIdx.x, rows = least(kThreads, call.n_q - at.first);
-  const Vectors<S> queries(call, call.query, at.head, call.n_q, call.scale * kLog2e);
+  const Vectors<S> queries(call, call.query, at.head, call.n_q, query_factor<Gaussian>(call));
   const Vectors<S> keys(call, call.key, at.head, call.n_k, 1);
   const S* value = head_of<const S>(call, call.value, at.head);
   T* totals = static_cast<T*>(call.totals) + (at.head * call.n_q + at.first) * call.dv;
@@ -192,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
     }
     T logit[N];
     copies_arrived();
-    logits.tile(queries, row, keys, key, call.rank, key == 0, turn, logit);
+    logits.tile(call, queries, row, keys, key, key == 0, turn, logit);
     const auto& here = values[half];
     half ^= 1;
     if (key + N < end) load(key + N);

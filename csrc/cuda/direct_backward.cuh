@@ -2,7 +2,8 @@
 //
 // With P the weights, D the dropout factors and g = grad_out:
 //   dV = (P D)^T g,  dP = D (g V^T),  dS = P (dP - delta),  delta_i = g_i . out_i - grad_lse_i,
-//   dQ = scale dS K,  dK = scale dS^T Q.
+//   dQ = scale dS K,  dK = scale dS^T Q,  dbias_j = sum of dS_ij,  dslope = -sum of dS_ij |i - j|;
+// Gaussian scores have K_j - Q_i in the place of K_j, and Q_i - K_j in that of Q_i.
 // dV, dQ and dK are three launches, each of which recomputes P, so blocks share nothing.
 #pragma once
 
@@ -16,19 +17,23 @@ namespace boltzattn::cuda {
 template <class T>
 struct RowNorm {
   T high, low, delta;
+
+  // All keys of such a row may be hidden, and its query may hold NaN.
+  __device__ __forceinline__ bool empty() const { return low == T(INFINITY); }
 };
 
-template <class S>
-__global__ void __launch_bounds__(kThreads) direct_row_norms(const __grid_constant__ Gradient g) {
+template <class S, bool Gaussian>
+__global__ void __launch_bounds__(kThreads, kLeastBlocks)
+    direct_row_norms(const __grid_constant__ Gradient g) {
   using T = Arithmetic<S>;
   constexpr int N = kTile<T>;
-  __shared__ __align__(16) Logits<S> logits;
+  __shared__ __align__(16) Logits<S, Gaussian> logits;
   __shared__ WarpTable<S> tables[kWarps];
   const Call& call = g.call;
   const Place at(call.n_q, kThreads, 1, 1);
   if (call.served && call.served[at.head]) return;
   const int64_t row = at.first + threadIdx.x, rows = least(kThreads, call.n_q - at.first);
-  const Vectors<S> queries(call, call.query, at.head, call.n_q, call.scale * kLog2e);
+  const Vectors<S> queries(call, call.query, at.head, call.n_q, query_factor<Gaussian>(call));
   const Vectors<S> keys(call, call.key, at.head, call.n_k, 1);
   Masks<T> masks(call, at.head);
   OnlineSoftmax<T> state;
@@ -36,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) direct_row_norms(const __grid_consta
   const int64_t end = call.is_causal ? least(call.n_k, at.first + rows) : call.n_k;
   for (int64_t key = 0; key < end; key += N) {
     T logit[N];
-    logits.tile(queries, row, keys, key, call.rank, key == 0, turn, logit);
+    logits.tile(call, queries, row, keys, key, key == 0, turn, logit);
     if (!masks.all_plain(at.first, kThreads, key, N))
       tables[threadIdx.x / 32].edit(logit,
                                     [&](T x, int j) { return masks.apply(x, row, key + j); });
@@ -66,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) direct_row_norms(const __grid_consta
   if (g.grad_lse.data)
     delta -= T(head_of<const double>(call, g.grad_lse, at.head)[row * g.grad_lse.row]);
   static_cast<RowNorm<T>*>(g.row_norms)[at.head * call.n_q + row] = {
-      state.reference(), state.sum == 0 ? T(0) : T(::log2(state.sum)), delta};
+      state.reference(), state.sum == 0 ? T(INFINITY) : T(::log2(state.sum)), delta};
 }
 
 template <class T>
@@ -76,12 +81,12 @@ __device__ __forceinline__ RowNorm<T> row_norm(const Gradient& g, int64_t head, 
 }
 
 // dV: forward with the sides exchanged; a thread weighs the queries for one key.
-template <class S, int Columns>
-__global__ void __launch_bounds__(kThreads)
+template <class S, int Columns, bool Gaussian>
+__global__ void __launch_bounds__(kThreads, kLeastBlocks)
     direct_value_gradient(const __grid_constant__ Gradient g) {
   using T = Arithmetic<S>;
   constexpr int N = kTile<T>;
-  __shared__ __align__(16) Logits<S> logits;
+  __shared__ __align__(16) Logits<S, Gaussian> logits;
   __shared__ __align__(16) S grad_rows[2][N][Columns + kPad<S>];
   __shared__ __align__(16) WarpTable<S> tables[kWarps];
   __shared__ RowNorm<T> norms[2][N];
@@ -90,7 +95,7 @@ __global__ void __launch_bounds__(kThreads)
   const Place at(call.n_k, kThreads, call.dv, Columns);
   if (call.served && call.served[at.head]) return;
   const int64_t key = at.first + threadIdx.x, keys_here = least(kThreads, call.n_k - at.first);
-  const Vectors<S> queries(call, call.query, at.head, call.n_q, call.scale * kLog2e);
+  const Vectors<S> queries(call, call.query, at.head, call.n_q, query_factor<Gaussian>(call));
   const Vectors<S> keys(call, call.key, at.head, call.n_k, 1);
   const S* grad_out = head_of<const S>(call, g.grad_out, at.head);
   T* totals = static_cast<T*>(call.totals) + (at.head * call.n_k + at.first) * call.dv;
@@ -112,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
       sums.flush(totals, nullptr, row - start == kSpan, keys_here, at.column, call.dv);
     T logit[N];
     copies_arrived();
-    logits.tile(keys, key, queries, row, call.rank, row == start, turn, logit);
+    logits.tile(call, keys, key, queries, row, row == start, turn, logit);
     const auto& here = grad_rows[half];
     const auto& norm = norms[half];
     half ^= 1;
@@ -170,8 +175,9 @@ struct Product {
     }
   }
 
-  // sum[a][b] = <owner a, other b> over `depth` entries. Ends with a barrier.
-  template <class S>
+  // sum[a][b] = <owner a, other b> over `depth` entries, or the square of their distance. Ends with
+  // a barrier.
+  template <bool Gaussian, class S>
   __device__ __forceinline__ void run(const Vectors<S>& owners, int64_t first_o,
                                       const Vectors<S>& others, int64_t first_n, int64_t depth,
                                       T (*sum)[kOthersEach]) {
@@ -193,7 +199,8 @@ struct Product {
 #pragma unroll
         for (int a = 0; a < kOwnersEach; ++a)
 #pragma unroll
-          for (int b = 0; b < kOthersEach; ++b) sum[a][b] += x[a] * y[b];
+          for (int b = 0; b < kOthersEach; ++b)
+            sum[a][b] = add_term<Gaussian>(sum[a][b], x[a], y[b]);
       }
       __syncthreads();
     }
@@ -247,7 +254,7 @@ struct TensorProduct {
   }
 };
 
-template <class S, bool Keys>
+template <class S, bool Keys, bool Gaussian>
 __global__ void __launch_bounds__(kThreads)
     direct_logit_gradient(const __grid_constant__ Gradient g) {
   using T = Arithmetic<S>;
@@ -265,7 +272,7 @@ __global__ void __launch_bounds__(kThreads)
   const Call& call = g.call;
   const Place at(Keys ? call.n_k : call.n_q, kOwners, call.rank, kRankChunk);
   if (call.served && call.served[at.head]) return;
-  const Vectors<S> queries(call, call.query, at.head, call.n_q, call.scale * kLog2e);
+  const Vectors<S> queries(call, call.query, at.head, call.n_q, query_factor<Gaussian>(call));
   const Vectors<S> plain_queries(call, call.query, at.head, call.n_q, 1);
   const Vectors<S> keys(call, call.key, at.head, call.n_k, 1);
   const Vectors<S> values(call, call.value, at.head, call.n_k, 1);
@@ -276,6 +283,9 @@ __global__ void __launch_bounds__(kThreads)
   const int owner = threadIdx.x % kOwners, half = threadIdx.x / kOwners * kHalf;
   const int64_t token = at.first + owner;
   for (int r = 0; r < kRankChunk; ++r) sum[r][threadIdx.x] = 0;
+  // What is added to the scores of the token: its bias, or a slope times distances.
+  const bool has_bias = at.column == 0 && (Keys ? g.grad_key_mask.data : g.grad_slopes.data);
+  double of_bias = 0;
   if (!Keys && threadIdx.x < kOwners)
     norms[threadIdx.x] = row_norm<T>(g, at.head, at.first + threadIdx.x);
 
@@ -285,12 +295,14 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t first = start; first < end; first += N) {
     if (Keys && threadIdx.x < N) norms[threadIdx.x] = row_norm<T>(g, at.head, first + threadIdx.x);
     T logit[Product<T>::kOwnersEach][Product<T>::kOthersEach];
-    product.run(Keys ? keys : queries, at.first, Keys ? queries : keys, first, call.rank, logit);
+    product.template run<Gaussian>(Keys ? keys : queries, at.first, Keys ? queries : keys, first,
+                                   call.rank, logit);
 #pragma unroll
     for (int b = 0; b < Product<T>::kOthersEach; ++b)
 #pragma unroll
       for (int a = 0; a < Product<T>::kOwnersEach; ++a)
-        grad_logit[product.other_at(b)][product.owner_at(a)] = logit[a][b];
+        grad_logit[product.other_at(b)][product.owner_at(a)] =
+            Gaussian ? logit[a][b] * square_factor<T>(call) : logit[a][b];
     __syncthreads();
     const bool plain = masks.all_plain(Keys ? first : at.first, Keys ? N : kOwners,
                                        Keys ? at.first : first, Keys ? kOwners : N);
@@ -307,7 +319,8 @@ __global__ void __launch_bounds__(kThreads)
                        Keys ? grads : values, Keys ? g.grad_out : call.value, first, call.dv,
                        slopes);
     } else {
-      product.run(Keys ? values : grads, at.first, Keys ? grads : values, first, call.dv, slopes);
+      product.template run<false>(Keys ? values : grads, at.first, Keys ? grads : values, first,
+                                  call.dv, slopes);
     }
 #pragma unroll
     for (int b = 0; b < Slopes::kOthersEach; ++b) {
@@ -324,19 +337,32 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     product.load(Keys ? plain_queries : keys, first, N, at.column, call.rank, product.other);
+    if (Gaussian)
+      product.load(Keys ? keys : queries, at.first, kOwners, at.column, call.rank, product.owner);
     __syncthreads();
     T x[kHalf];
 #pragma unroll
     for (int o = 0; o < kHalf; ++o) x[o] = grad_logit[half + o][owner];
     for (int r = 0; r < depth; ++r) {
+      T part = 0, mine = 0;
+      if (Gaussian && (Keys || !norms[owner].empty())) mine = product.owner[r][owner];
+#pragma unroll
+      for (int o = 0; o < kHalf; ++o)
+        part += x[o] * (Gaussian ? product.other[r][half + o] - mine : product.other[r][half + o]);
+      sum[r][threadIdx.x] += double(part);
+    }
+    if (has_bias) {
       T part = 0;
 #pragma unroll
-      for (int o = 0; o < kHalf; ++o) part += x[o] * product.other[r][half + o];
-      sum[r][threadIdx.x] += double(part);
+      for (int o = 0; o < kHalf; ++o)
+        part += Keys ? x[o] : -x[o] * masks.distance(token, first + half + o);
+      of_bias += double(part);
     }
     __syncthreads();
   }
 
+  double* biases = reinterpret_cast<double*>(grad_logit);  // no longer needed
+  if (has_bias) biases[threadIdx.x] = of_bias;
   __syncthreads();
   const Strided& to = Keys ? g.grad_key : g.grad_query;
   if (half > 0 || token >= (Keys ? call.n_k : call.n_q)) return;
@@ -344,6 +370,30 @@ __global__ void __launch_bounds__(kThreads)
   for (int r = 0; r < depth; ++r)
     line[(at.column + r) * to.column] =
         narrow<S>(T((sum[r][owner] + sum[r][owner + kOwners]) * call.scale));
+  if (!has_bias) return;
+  const double total = biases[owner] + biases[owner + kOwners];
+  if (Keys)
+    head_of<T>(call, g.grad_key_mask, at.head)[token * g.grad_key_mask.column] =
+        masks.hides(token) ? T(0) : T(total);
+  else
+    g.slope_sums[at.head * call.n_q + token] = total;
+}
+
+// The gradient of a head's slope from its rows: a thread adds every 128th, the first all of these.
+__global__ void __launch_bounds__(kThreads)
+    direct_slope_gradient(const __grid_constant__ Gradient g) {
+  __shared__ double sums[kThreads];
+  const Call& call = g.call;
+  const int64_t head = blockIdx.x;
+  if (call.served && call.served[head]) return;
+  double sum = 0;
+  for (int64_t row = threadIdx.x; row < call.n_q; row += kThreads)
+    sum += g.slope_sums[head * call.n_q + row];
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int t = 1; t < kThreads; ++t) sum += sums[t];
+  *head_of<double>(call, g.grad_slopes, head) = sum;
 }
 
 }  // namespace boltzattn::cuda

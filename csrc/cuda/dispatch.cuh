@@ -39,6 +39,12 @@ cudaError_t with_columns(int64_t dv, Body body) {
   return body(std::integral_constant<int, kColumns>{});
 }
 
+// body(whether scores are Gaussian, as a constant).
+template <class Body>
+cudaError_t with_score(const Call& call, Body body) {
+  return call.is_gaussian ? body(std::true_type{}) : body(std::false_type{});
+}
+
 template <class Argument>
 cudaError_t launch(void (*kernel)(Argument), int64_t blocks, const Argument& argument,
                    cudaStream_t stream) {

@@ -11,6 +11,7 @@ namespace boltzattn::cuda {
 // Bytes of Call.totals: forward has a sum for every query, backward one for every key.
 int64_t totals_bytes(const Call& call, bool backward);
 int64_t row_norms_bytes(const Call& call);
+int64_t slope_sums_bytes(const Call& call);
 
 cudaError_t direct_forward(const Call& call, cudaStream_t stream);
 cudaError_t direct_backward(const Gradient& g, cudaStream_t stream);

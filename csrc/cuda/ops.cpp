@@ -60,8 +60,9 @@ class Views : public Arguments {
 void describe(const Views& view, const Problem& p, bool transform, Call& call) {
   boltzattn::describe(view, p, call);
   if (transform) check_transform(p);
-  STD_TORCH_CHECK(!p.slopes && !p.is_gaussian,
-                  "boltzattn: backend 'cuda' takes no slopes and no Gaussian score");
+  STD_TORCH_CHECK(
+      !transform || (!p.slopes && !p.is_gaussian),
+      "boltzattn: the transform of backend 'cuda' takes no slopes and no Gaussian score");
   for (int64_t size : view.lead()) {
     if (size == 1) continue;
     STD_TORCH_CHECK(call.dims < kMostLead, "boltzattn: backend 'cuda' takes at most ", kMostLead,
@@ -122,8 +123,10 @@ void run_direct_forward(Call& call, const Tensor& like, cudaStream_t stream) {
 void run_direct_backward(Gradient& g, const Tensor& like, cudaStream_t stream) {
   const Tensor totals = workspace(like, totals_bytes(g.call, true));
   const Tensor norms = workspace(like, row_norms_bytes(g.call));
+  const Tensor slope_sums = workspace(like, slope_sums_bytes(g.call));
   g.call.totals = totals.data_ptr();
   g.row_norms = norms.data_ptr();
+  g.slope_sums = static_cast<double*>(slope_sums.data_ptr());
   check(direct_backward(g, stream));
 }
 

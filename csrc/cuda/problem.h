@@ -41,6 +41,7 @@ struct Gradient {
   Strided grad_key_mask;  // [heads, 1, n_k], fp64 or fp32; data null unless the mask is floating
   Strided grad_slopes;    // [heads, 1, 1] fp64; data null without slopes
   void* row_norms;        // workspace: [heads, n_q] of (high, low, delta) in the arithmetic type
+  double* slope_sums;     // workspace: [heads, n_q], the gradient of the slope by row
 };
 
 // Numbers of rank-1 queries and keys from tokens: out = weight x + bias.

@@ -7,10 +7,13 @@ races and uninitialised reads in shared memory, and blocks that touch the same g
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from biased import Biased, assert_results
 from boltzattn.cuda_report import readable
 from boltzattn.reference.direct import dropout_keep
 from covering import pairwise
@@ -33,6 +36,8 @@ class Problem(NamedTuple):
     grads: tuple[Tensor, Tensor]
     options: tuple[Any, ...]  # attn_mask .. is_causal
     call: dict[str, Any]
+    score: Mapping[str, Any] = MappingProxyType({})  # slopes and is_gaussian, where asked for
+    biased: Biased | None = None  # for the oracle, if Gaussian or with a bias or slopes
 
 
 def strided(x: Tensor, how: str) -> Tensor:
@@ -55,12 +60,17 @@ def problem(
     strides: str = "dense",
     scale: float = 0.7,
     heads: int = HEADS,
+    score: str = "dot",
+    slopes: bool = False,
+    offset: float = 0.0,
 ) -> Problem:
     n_q, n_k = sizes
     query, key, value, grad_out = (
         strided(torch.randn(heads, n, width).to(dtype), strides)
         for n, width in ((n_q, rank), (n_k, rank), (n_k, dv), (n_q, dv))
     )
+    if offset:
+        query, key = (strided(x + offset, strides) for x in (query, key))
     grad_lse = torch.randn(heads, n_q, dtype=torch.float64)
     call: dict[str, Any] = {"scale": scale}
     attn_mask = key_mask = seed = None
@@ -85,19 +95,39 @@ def problem(
         call["dropout_p"] = dropout
         call["keep"] = dropout_keep(SEED, slice(0, n_q), n_k, dropout)
     options = (attn_mask, key_mask, seed, scale, dropout, mask == "causal")
-    return Problem((query, key, value), (grad_out, grad_lse), options, call)
+    asked: dict[str, Any] = {}
+    biased = None
+    if score == "gaussian" or slopes or mask == "key bias":
+        of_distance = torch.tensor([0.3, 0.01])[:heads].double() if slopes else None
+        asked = {"slopes": of_distance, "is_gaussian": score == "gaussian"}
+        of_pairs = ~key_mask[:, None] if mask == "padding" else attn_mask
+        biased = Biased(
+            *(query, key, value, key_mask if mask in ("infinite", "key bias") else None),
+            *(of_distance, scale, score, mask == "causal", of_pairs),
+            *(call.get("keep"), dropout),
+        )
+    return Problem((query, key, value), (grad_out, grad_lse), options, call, asked, biased)
 
 
 def assert_runs(method: str, p: Problem, **options: Any) -> tuple[Machine, Machine]:
     """Forward and backward obey the error rule and every check of the machine."""
     ahead, back = Machine(**options), Machine(**options)
-    out, lse = forward(method, ahead, *p.tensors, *p.options)
-    grads = backward(method, back, *p.grads, out, lse, *p.tensors, *p.options)
+    out, lse = forward(method, ahead, *p.tensors, *p.options, **p.score)
+    grads = backward(method, back, *p.grads, out, lse, *p.tensors, *p.options, **p.score)
     lse = lse if out.dtype == torch.float64 else lse.float()
     names = ("out", "lse", "grad_query", "grad_key", "grad_value")
+    if p.biased is not None:
+        actual = dict(zip(names, (out, lse, *grads[:3]), strict=True))
+        if p.biased.key_bias is not None:
+            actual["grad_key_bias"] = grads.key_mask
+        if p.biased.alibi_slopes is not None:
+            # As users get it: in fp64 it would be held to the roundings of fp64.
+            actual["grad_alibi_slopes"] = grads.slopes.to(lse.dtype)
+        assert_results(actual, p.biased, *p.grads, method)
+        return ahead, back
     arguments = (*p.tensors, *p.grads)
     assert_accurate(
-        dict(zip(names, (out, lse, *grads), strict=True)),
+        dict(zip(names, (out, lse, *grads[:3]), strict=True)),
         oracle(*arguments, **p.call)._asdict(),
         eagers(*arguments, **p.call),
         magnitudes=magnitudes(*arguments, **p.call),
@@ -143,6 +173,28 @@ TRANSFORM = pairwise(
 @pytest.mark.parametrize("case", few_and_rest(DIRECT, 8))
 def test_direct(case: dict[str, Any]) -> None:
     assert_runs("direct", problem(**case))
+
+
+BIASED = pairwise(
+    {
+        "dtype": DTYPES,
+        "sizes": ((33, 65), (1, 63), (130, 40), (65, 1)),
+        "dv": (1, 17, 65),
+        "rank": (1, 3, 16, 20),
+        "mask": ("key bias", "causal", "bool", "bias", "padding", "infinite", "none"),
+        "dropout": (0.0, 0.3),
+        "strides": ("dense", "gaps"),
+        "score": ("gaussian", "dot"),
+        "slopes": (True, False),
+    }
+)
+
+
+@pytest.mark.parametrize("case", few_and_rest(BIASED, 1))
+def test_biased_direct(case: dict[str, Any]) -> None:
+    """Gaussian scores, slopes and key biases, with their gradients."""
+    offset = 10_240 if case["score"] == "gaussian" and case["dtype"].itemsize >= 4 else 0
+    assert_runs("direct", problem(**case, offset=offset))
 
 
 @pytest.mark.parametrize("case", few_and_rest(TRANSFORM, 4))
@@ -278,6 +330,8 @@ def test_every_kernel_is_executed() -> None:
     for dtype in DTYPES:
         for dv in (5, 70):  # few columns and many have kernels of their own
             assert_runs("direct", problem(dtype, (9, 7), dv, heads=1))
+            p = problem(dtype, (7, 5), dv, mask="key bias", heads=1, score="gaussian", slopes=True)
+            assert_runs("direct", p)
         assert_runs("transform", problem(dtype, (12, 15), 5, scale=0.25, heads=1))
         assert_project(dtype, (1, 5), 5, 2, "dense", True)
     never = sorted(map(readable, modules().keys() - executed))

@@ -53,6 +53,12 @@ DIRECT = (
     Case("direct", {"sizes": (33, 135), "dv": 8, "rank": 3, "mask": "key bias"}),
     Case("direct", {"sizes": (20, 33), "dv": 3, "mask": "padding"}, lse_gradient=False),
     Case("direct", {"sizes": (20, 33), "dv": 3, "mask": "bias"}),
+    Case(
+        "direct",
+        {"sizes": (70, 33), "dv": 3, "rank": 2, "mask": "key bias"}
+        | {"score": "gaussian", "slopes": True},
+    ),
+    Case("direct", {"sizes": (33, 40), "dv": 3, "mask": "causal", "slopes": True}),
     Case("direct", {"sizes": (128, 128), "dv": 3, "heads": 1}),  # whole tiles, nothing masked
     Case("direct", {"sizes": (3, 2100), "dv": 3, "heads": 1}),  # longer than one running sum,
     Case("direct", {"sizes": (2100, 3), "dv": 3, "heads": 1}),  # on either side
@@ -70,8 +76,8 @@ TRANSFORM = (
 # Kernels of either method that the dtypes have in common are treated once.
 KERNELS = {
     "project": r"project<float>|project_extents",
-    "direct float32": r"direct_\w+<float(, 16|, true|, false)?>",
-    "direct bfloat16": r"direct_\w+<bfloat16(, 16|, true|, false)?>",
+    "direct float32": r"direct_\w+<float(, 16)?(, true|, false)+>|direct_slope_gradient",
+    "direct bfloat16": r"direct_\w+<bfloat16(, 16)?(, true|, false)+>",
     "transform float32": r"transform_\w+(<float(, true|, false)?>)?",
     "transform bfloat16": r"transform_\w+<bfloat16>",
 }
@@ -108,9 +114,9 @@ def launches(family: str) -> dict[str, list[Launched]]:
             p.tensors[0][:] = torch.tensor([-1.5, 0.0])[:, None, None]
         grad_out, grad_lse = p.grads
         ahead, back = Machine(record=True), Machine(record=True)
-        out, lse = forward(case.method, ahead, *p.tensors, *p.options)
+        out, lse = forward(case.method, ahead, *p.tensors, *p.options, **p.score)
         grads = (grad_out, grad_lse if case.lse_gradient else None)
-        backward(case.method, back, *grads, out, lse, *p.tensors, *p.options)
+        backward(case.method, back, *grads, out, lse, *p.tensors, *p.options, **p.score)
         keep(ahead)
         keep(back)
     for batch, n, columns, outputs in ((2, 70, 5, 9), (1, 64, 64, 2)) if kind == "project" else ():
@@ -270,12 +276,6 @@ REDUNDANT: dict[tuple[str, str], str] = {
         "direct_row_norms",
         "if (kTensorCores<S>) __syncwarp();  // rows lie where other lanes' columns do",
     ): "has no use for rows",
-    ("direct_logit_gradient<bfloat16, false>", "__syncthreads(); __syncthreads();"): (
-        "the loop before ends with a barrier, and is empty only where there are no keys at all"
-    ),
-    ("direct_logit_gradient<float, false>", "__syncthreads(); __syncthreads();"): (
-        "the loop before ends with a barrier, and is empty only where there are no keys at all"
-    ),
     (
         "direct_logit_gradient",
         "if (!plain) x = masks.apply(x, Keys ? first + o : token, Keys ? token : first + o);",

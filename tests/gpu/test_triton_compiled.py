@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from biased import Biased, assert_results
 from boltzattn import _C
 from boltzattn.problem import LayerProblem, OutputGradients, Problem, Saved
+from boltzattn.reference.direct import dropout_keep
 from boltzattn.triton_kernels import (
     direct,
     direct_kernels,
@@ -39,6 +41,7 @@ from boltzattn.triton_kernels.tools.compilation import (
     resources_of,
     specialisation,
 )
+from covering import pairwise
 from errors import CERTIFIED, assert_accurate, error_of
 from gpu_launches import PtxRun
 from oracle import eagers, largest, magnitudes, oracle
@@ -63,15 +66,19 @@ def tensors_of(
 
 
 def launches_of(
-    target: str, method: str, dtype: torch.dtype, rank: int, dv: int, masked: bool
+    target: str, method: str, dtype: torch.dtype, rank: int, dv: int, kind: str
 ) -> list[Launch]:
     """Everything that forward and backward launch, one of each specialisation."""
     n = 4096
     *inputs, grad_out = tensors_of(dtype, n, n, rank, dv, heads=2)
-    dense = masked and method == "direct"
+    dense = kind == "masked" and method == "direct"
     attn_mask = torch.empty(2, n, n) if dense else None
-    key_mask = torch.zeros(2, n, dtype=torch.bool) if masked else None
-    problem = Problem(*inputs, attn_mask, key_mask, None, None, 0.7, 0.0, dense, False)
+    key_mask = torch.zeros(2, n, dtype=torch.bool) if kind == "masked" else None
+    slopes = torch.empty(2, dtype=torch.float64) if kind in ("biased", "Gaussian") else None
+    if slopes is not None or kind == "key bias":
+        key_mask = torch.zeros(2, n)
+    options = (0.7, 0.0, dense or slopes is not None, kind == "Gaussian")
+    problem = Problem(*inputs, attn_mask, key_mask, slopes, None, *options)
     saved = Saved(torch.empty_like(grad_out), torch.empty(2, n, dtype=torch.float64))
     forward, backward = METHODS[method]
     launches = launches_for(target, forward, problem)
@@ -107,42 +114,44 @@ def layer_launches(target: str, dtype: torch.dtype, width: int) -> list[Launch]:
     return list({specialisation(launch): launch for launch in launches}.values())
 
 
-# (method, dtype, rank, dv, masked); for the projection, rank is the number of outputs and dv the
-# width of the tokens.
-Case = tuple[str, torch.dtype, int, int, bool]
+# (method, dtype, rank, dv, kind); for the projection, rank is the number of outputs and dv the
+# width of the tokens. "key bias" has a bias per key, "biased" also slopes, and "Gaussian" these and
+# Gaussian scores.
+Case = tuple[str, torch.dtype, int, int, str]
 QUICK: list[Case] = [
-    ("direct", torch.bfloat16, 1, 64, False),
-    ("transform", torch.bfloat16, 1, 64, False),
-    ("project", torch.bfloat16, 2, 64, False),
+    ("direct", torch.bfloat16, 1, 64, "plain"),
+    ("transform", torch.bfloat16, 1, 64, "plain"),
+    ("project", torch.bfloat16, 2, 64, "plain"),
 ]
 # With `full`, every row of the launch tables; fp16 has the same as bf16.
 FULL: list[Case] = [
     *(
-        ("direct", dtype, rank, dv, dv == 64)
+        ("direct", dtype, rank, dv, kind or ("masked" if dv == 64 else "plain"))
+        for kind in ("", "key bias", "biased", "Gaussian")
         for dtype, widths in ((torch.float32, (16, 32, 64)), (torch.bfloat16, (16, 32, 64, 128)))
         for rank in (1, 16)
         for dv in widths
     ),
     *(
-        ("transform", dtype, 1, dv, False)
+        ("transform", dtype, 1, dv, "plain")
         for dtype in (torch.float32, torch.bfloat16)
         for dv in (16, 32, 64, 128)
     ),
     *(
-        ("project", dtype, outputs, 64, False)
+        ("project", dtype, outputs, 64, "plain")
         for dtype in (torch.float32, torch.float16)
         for outputs in (2, 32, 64)
     ),
-    ("direct", torch.float16, 2, 64, False),
-    ("transform", torch.float16, 1, 64, True),
-    ("layer", torch.float32, 1, 64, False),
-    ("layer", torch.bfloat16, 1, 128, False),
+    ("direct", torch.float16, 2, 64, "plain"),
+    ("transform", torch.float16, 1, 64, "masked"),
+    ("layer", torch.float32, 1, 64, "plain"),
+    ("layer", torch.bfloat16, 1, 128, "plain"),
 ]
 
 
 def case_name(case: Case) -> str:
-    method, dtype, rank, dv, masked = case
-    return f"{method} {dtype} rank {rank} dv {dv}{' masked' * masked}".replace("torch.", "")
+    method, dtype, rank, dv, kind = case
+    return f"{method} {dtype} rank {rank} dv {dv} {kind}".replace("torch.", "")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -171,7 +180,9 @@ def test_constants_are_not_nested(method: str) -> None:
     if method == "layer":
         launches = layer_launches("sm_80", torch.bfloat16, 64)
     else:
-        launches = launches_of("sm_80", method, torch.bfloat16, 1, 64, masked=True)
+        launches = launches_of("sm_80", method, torch.bfloat16, 1, 64, "masked")
+        if method == "direct":
+            launches += launches_of("sm_80", method, torch.bfloat16, 1, 64, "Gaussian")
     for launch in launches:
         fields = [x for argument in launch.args if isinstance(argument, tuple) for x in argument]
         nested = [x for field in fields if isinstance(field, tuple) for x in field]
@@ -188,7 +199,7 @@ def test_tolerances_are_those_of_cpp() -> None:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_occupancy_of_the_token_passes(target: str) -> None:
     """At least a quarter of the threads a multiprocessor can hold, at dv = 64."""
-    for launch in launches_of(target, "transform", torch.bfloat16, 1, 64, False):
+    for launch in launches_of(target, "transform", torch.bfloat16, 1, 64, "plain"):
         if launch.name in ("moments_kernel", "evaluate_kernel"):
             share = occupancy(resources_of(compile_for(launch, target)), target)
             assert share >= 0.25, f"{launch.name}: {share:.3f}"
@@ -227,6 +238,78 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_direct_from_ptx(dtype: torch.dtype, checks: dict[str, Any]) -> None:
     tensors = tensors_of(dtype, 70, 90, 2, 20)
     check("direct", tensors, PtxRun(**checks), scale=0.7, is_causal=True)
+
+
+SEEDS = torch.tensor([12345678901, -987654321])
+
+
+def check_biased(
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    rank: int,
+    dv: int,
+    score: str,
+    mask: str,
+    launcher: PtxRun,
+    dropout_p: float = 0.0,
+) -> None:
+    """Two heads with slopes and a bias per key or a padding mask, all gradients by PTX."""
+    n_q, n_k = sizes
+    query, key, value, grad_out = tensors_of(dtype, n_q, n_k, rank, dv, heads=2)
+    grad_lse, slopes = torch.randn(2, n_q), torch.tensor([0.3, 0.01])
+    if score == "gaussian" and dtype == torch.float32:
+        query, key = query + 10_240, key + 10_240
+    call = Biased(query, key, value, None, slopes, 0.7, score, mask == "causal")
+    hidden = torch.rand(2, n_k) < 0.3
+    if mask == "padding":
+        call = call._replace(attn_mask=~hidden[:, None])
+    else:
+        bias = torch.randn(2, n_k).masked_fill(hidden, -torch.inf)
+        call = call._replace(key_bias=bias.to(dtype))
+    if dropout_p:
+        keep = dropout_keep(SEEDS, slice(0, n_q), n_k, dropout_p)
+        call = call._replace(keep=keep, dropout_p=dropout_p)
+    problem = Problem(
+        *(query, key, value, None, hidden if mask == "padding" else call.key_bias),
+        *(slopes.double(), SEEDS, 0.7, dropout_p, call.is_causal, score == "gaussian"),
+    )
+    saved = launcher.run(direct.direct_forward, problem)
+    grads = OutputGradients(grad_out, grad_lse.double())
+    found = launcher.run(direct.direct_backward, grads, saved, problem)
+    names = ("grad_query", "grad_key", "grad_value", "grad_key_bias", "grad_alibi_slopes")
+    actual = {"out": saved.out, "lse": saved.lse.float()}
+    actual |= {name: x for name, x in zip(names, found, strict=True) if x.numel()}
+    # In fp64 they would be held to its roundings.
+    actual["grad_alibi_slopes"] = found.slopes.float()
+    assert_results(actual, call, grad_out, grad_lse, "direct")
+
+
+@pytest.mark.parametrize("score", [pytest.param("dot", marks=pytest.mark.full), "gaussian"])
+def test_biased_direct_from_ptx(score: str) -> None:
+    dtype, mask = (torch.float32, "causal") if score == "gaussian" else (torch.bfloat16, "none")
+    check_biased(dtype, (70, 40), 2, 20, score, mask, PtxRun(seed=1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    pairwise(
+        {
+            "dtype": (torch.float32, torch.bfloat16, torch.float16),
+            "sizes": ((1, 65), (63, 1), (65, 63), (70, 130)),
+            "rank": (1, 3, 16),
+            "dv": (1, 17, 65),
+            "score": ("dot", "gaussian"),
+            "mask": ("none", "causal", "padding"),
+            "dropout_p": (0.0, 0.3),
+            "checks": tuple(RUNS),
+        }
+    ),
+    ids=lambda case: "-".join(str(x).removeprefix("torch.") for x in case.values()),
+)
+def test_all_biased_direct_from_ptx(case: dict[str, Any]) -> None:
+    call = {name: x for name, x in case.items() if name != "checks"}
+    check_biased(**call, launcher=PtxRun(**RUNS[case["checks"]]))
 
 
 @pytest.mark.parametrize("checks", RUNS.values(), ids=RUNS)

@@ -26,6 +26,9 @@ class Biased(NamedTuple):
     scale: float = 1.0
     score: str = "dot"
     is_causal: bool = False
+    attn_mask: Tensor | None = None  # [*L, n_q or 1, n_k]; bool (True = may attend) or added
+    keep: Tensor | None = None  # [*L, n_q, n_k]: which weights dropout leaves; not for `run`
+    dropout_p: float = 0.0
 
     @property
     def names(self) -> list[str]:
@@ -40,7 +43,8 @@ class Biased(NamedTuple):
 def run(call: Biased, grad_out: Tensor, grad_lse: Tensor, server: Server) -> dict[str, Tensor]:
     """Output, lse and gradients as a user gets them."""
     inputs = {name: getattr(call, name).detach().requires_grad_() for name in call.names}
-    options = {"scale": call.scale, "score": call.score, "is_causal": call.is_causal}
+    names = ("scale", "score", "is_causal", "attn_mask")
+    options = {name: getattr(call, name) for name in names}
     out, lse = boltzattn.attention(**inputs, **options, **server.ask, return_lse=True)
     return _results(out, lse, inputs, grad_out, grad_lse)
 
@@ -51,6 +55,14 @@ def _results(
     grads = torch.autograd.grad((out, lse), list(inputs.values()), (grad_out, grad_lse.to(lse)))
     named = {f"grad_{name}": grad for name, grad in zip(inputs, grads, strict=True)}
     return {"out": out.detach(), "lse": lse.detach(), **named}
+
+
+def _added_mask(call: Biased) -> Tensor | None:
+    """`attn_mask` as numbers to add, fp64."""
+    mask = call.attn_mask
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -math.inf)
 
 
 def _distance(n_q: int, n_k: int) -> Tensor:
@@ -79,12 +91,16 @@ def eager(call: Biased, grad_out: Tensor, grad_lse: Tensor, order: int = 0) -> d
     if call.alibi_slopes is not None:
         slopes = inputs["alibi_slopes"][..., None, None]
         logits = logits + (slopes * _distance(n_q, n_k)[:, columns]).to(logits.dtype)
+    if (mask := _added_mask(call)) is not None:
+        logits = logits + mask[..., columns].to(logits.dtype)
     if call.is_causal:
         logits = logits.masked_fill(columns > torch.arange(n_q)[:, None], -math.inf)
     dead = (logits == -math.inf).all(-1, keepdim=True)
     logits = logits.masked_fill(dead, 0.0)
     weights = logits.softmax(-1).masked_fill(dead, 0.0)
     lse = logits.logsumexp(-1).masked_fill(dead.squeeze(-1), -math.inf)
+    if call.keep is not None:
+        weights = weights * call.keep[..., columns] / (1.0 - call.dropout_p)
     return _results(weights @ value, lse, inputs, grad_out, grad_lse.masked_fill(dead[..., 0], 0.0))
 
 
@@ -115,6 +131,8 @@ def oracle(
         logits = logits + long(call.key_bias)[..., None, :]
     if call.alibi_slopes is not None:
         logits = logits + long(call.alibi_slopes)[..., None, None] * distance
+    if (mask := _added_mask(call)) is not None:
+        logits = logits + long(mask)
     if call.is_causal:
         logits = np.where(np.triu(np.ones((n_q, n_k), bool), 1), -np.inf, logits)
     top = logits.max(-1, keepdims=True, initial=-np.inf)
@@ -124,9 +142,10 @@ def oracle(
     weights = weights / np.where(dead, 1, total)
     lse = np.where(dead, -np.inf, top + np.log(np.where(dead, 1, total)))[..., 0]
     h = np.where(dead[..., 0], 0, h)[..., None]
-    pulls = g @ np.swapaxes(v, -1, -2)
+    alive = 1 if call.keep is None else long(call.keep) / (1 - np.longdouble(call.dropout_p))
+    pulls = g @ np.swapaxes(v, -1, -2) * alive
     grads = weights * (pulls - (weights * pulls).sum(-1, keepdims=True) + h)
-    terms = weights * (np.abs(g) @ np.swapaxes(np.abs(v), -1, -2) + np.abs(h))
+    terms = weights * (np.abs(g) @ np.swapaxes(np.abs(v), -1, -2) * alive + np.abs(h))
 
     def of_inputs(ds: np.ndarray, absolute: bool) -> dict[str, np.ndarray]:
         keep = np.abs if absolute else np.asarray
@@ -146,6 +165,7 @@ def oracle(
             found["alibi_slopes"] = (ds * keep(distance)).sum((-2, -1))
         return found
 
+    weights = weights * alive
     truth = {"out": back(weights @ v), "lse": back(lse)}
     truth |= {f"grad_{name}": back(x) for name, x in of_inputs(grads, False).items()}
     truth["grad_value"] = back(np.swapaxes(weights, -1, -2) @ g)
@@ -155,13 +175,19 @@ def oracle(
     return truth, sizes
 
 
+def assert_results(
+    actual: dict[str, Tensor], call: Biased, grad_out: Tensor, grad_lse: Tensor, method: str
+) -> None:
+    """What was computed for the call obeys the error rule."""
+    truth, sizes = oracle(call, grad_out, grad_lse)
+    eager_runs = eagers(call, grad_out, grad_lse)
+    assert_accurate(actual, truth, eager_runs, magnitudes=sizes, method=method)
+
+
 def assert_biased(
     call: Biased, grad_out: Tensor, grad_lse: Tensor, server: Server
 ) -> dict[str, Tensor]:
     """The call obeys the error rule; returns its results."""
-    truth, sizes = oracle(call, grad_out, grad_lse)
     actual = run(call, grad_out, grad_lse, server)
-    assert_accurate(
-        actual, truth, eagers(call, grad_out, grad_lse), magnitudes=sizes, method=server.method
-    )
+    assert_results(actual, call, grad_out, grad_lse, server.method)
     return actual

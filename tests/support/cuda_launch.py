@@ -18,6 +18,7 @@ from typing import Any
 
 import ptxrun
 import torch
+from boltzattn.problem import Gradients, accumulate_dtype
 from cuda_compile import CSRC, ROOT, compile_cuda, toolkit
 from torch import Tensor
 
@@ -67,6 +68,7 @@ class Gradient(ctypes.Structure):
         ),
         *((name, Strided) for name in ("grad_key_mask", "grad_slopes")),
         ("row_norms", c_void_p),
+        ("slope_sums", c_void_p),
     )
 
 
@@ -107,6 +109,7 @@ def launchers() -> ctypes.CDLL:
     loaded.call_totals_bytes.restype = c_int64
     loaded.call_project_chunks.restype = c_int64
     loaded.call_row_norms_bytes.restype = c_int64
+    loaded.call_slope_sums_bytes.restype = c_int64
     return loaded
 
 
@@ -275,6 +278,8 @@ def make_call(
     is_causal: bool,
     out: Tensor,
     lse: Tensor,
+    slopes: Tensor | None = None,
+    is_gaussian: bool = False,
 ) -> Call:
     call = Call()
     lead = query.shape[:-2]
@@ -285,22 +290,27 @@ def make_call(
     call.n_q, call.rank = query.shape[-2:]
     call.n_k, call.dv = value.shape[-2:]
     call.scale, call.dropout_p, call.is_causal = scale, dropout_p, is_causal
+    call.is_gaussian = is_gaussian
     call.query, call.key, call.value, call.out = (
         describe(machine, x, 2) for x in (query, key, value, out)
     )
     call.attn_mask = describe(machine, attn_mask, 2)
     call.key_mask = row_vector(machine, key_mask)
+    call.slopes = describe(machine, slopes, 0)
     call.seed = describe(machine, seed if dropout_p > 0 else None, 0)
     call.lse = machine.hold(lse)
     return call
 
 
-def forward(method: str, machine: Machine, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) for the arguments of `boltzattn::cuda_<method>_forward`, on CPU tensors."""
+def forward(method: str, machine: Machine, *arguments: Any, **score: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) for the arguments of `boltzattn::cuda_<method>_forward`, on CPU tensors.
+
+    `score` has `slopes` and `is_gaussian`, where they are not the usual None and False.
+    """
     query, _, value = arguments[:3]
     out = query.new_full((*query.shape[:-1], value.shape[-1]), torch.nan)
     lse = query.new_full(query.shape[:-1], torch.nan, dtype=torch.float64)
-    call = make_call(machine, *arguments, out, lse)
+    call = make_call(machine, *arguments, out, lse, **score)
     with machine.running() as library:
         if method == "direct":
             call.totals = machine.workspace(library.call_totals_bytes(ctypes.byref(call), 0))
@@ -321,26 +331,34 @@ def transform_pieces(machine: Machine, library: ctypes.CDLL, call: Call, backwar
     return pieces
 
 
-def backward(method: str, machine: Machine, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def backward(method: str, machine: Machine, *arguments: Any, **score: Any) -> Gradients:
     """Gradients for the arguments of `boltzattn::cuda_<method>_backward`, on CPU tensors."""
     grad_out, grad_lse, out, lse, *problem = arguments
+    key_mask, slopes = problem[4], score.get("slopes")
+    bias = None if key_mask is None or key_mask.dtype == torch.bool else key_mask
+    sums = accumulate_dtype(problem[0].dtype)
     grads = [torch.full(x.shape, torch.nan, dtype=x.dtype) for x in problem[:3]]
+    grad_bias = torch.full((0,) if bias is None else bias.shape, torch.nan, dtype=sums)
+    grad_slopes = torch.full((0,) if slopes is None else slopes.shape, torch.nan).double()
     g = Gradient()
-    g.call = make_call(machine, *problem, out, lse)
+    g.call = make_call(machine, *problem, out, lse, **score)
     g.grad_out = describe(machine, grad_out, 2)
     g.grad_lse = column_vector(machine, grad_lse)
     g.grad_query, g.grad_key, g.grad_value = (describe(machine, x, 2) for x in grads)
+    g.grad_key_mask = row_vector(machine, None if bias is None else grad_bias)
+    g.grad_slopes = describe(machine, None if slopes is None else grad_slopes, 0)
     with machine.running() as library:
         if method == "direct":
             call = ctypes.byref(g.call)
             g.call.totals = machine.workspace(library.call_totals_bytes(call, 1))
             g.row_norms = machine.workspace(library.call_row_norms_bytes(call))
+            g.slope_sums = machine.workspace(library.call_slope_sums_bytes(call))
             error = library.run_direct_backward(ctypes.byref(g))
         else:
             pieces = transform_pieces(machine, library, g.call, True)
             error = library.run_transform_backward(ctypes.byref(g), pieces)
     assert error == 0
-    return tuple(grads)
+    return Gradients(*grads, grad_bias, grad_slopes)
 
 
 def project(

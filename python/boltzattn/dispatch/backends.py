@@ -23,12 +23,9 @@ from boltzattn.dispatch.extension import cpu_unavailable, cuda_unavailable
 from boltzattn.dispatch.torch_modes import full_precision
 from boltzattn.problem import (
     DTYPES,
-    Gradients,
     Kernels,
     LayerKernels,
-    OutputGradients,
     Problem,
-    Saved,
     StreamKernels,
 )
 from boltzattn.reference import direct as reference_direct
@@ -182,19 +179,6 @@ def _by_torch(*functions: Callable) -> list[Callable]:
     return [in_full_precision(function) for function in functions]
 
 
-def _with_bias_gradient(kernels: Kernels) -> Kernels:
-    """Kernels that add a bias per key, with its gradient by the reference."""
-    by_reference = _by_torch(reference_direct.backward)[0]
-
-    def backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradients:
-        found = kernels.backward(grads, saved, problem)
-        if problem.key_bias is None:
-            return found
-        return found._replace(key_mask=by_reference(grads, saved, problem).key_mask)
-
-    return Kernels(kernels.forward, backward)
-
-
 def _triton_unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
@@ -284,9 +268,7 @@ BACKENDS: dict[str, Backend] = {
             ("cuda",),
             cuda_unavailable,
             {
-                "direct": Implementation(
-                    lambda: _with_bias_gradient(native.cuda_direct()), lacks=("slopes", "gaussian")
-                ),
+                "direct": Implementation(native.cuda_direct),
                 "transform": Implementation(
                     lambda: native.attention("cuda", "transform"), lacks=tuple(FEATURES)
                 ),
@@ -300,10 +282,7 @@ BACKENDS: dict[str, Backend] = {
             _triton_unavailable,
             {
                 "direct": Implementation(
-                    lambda: _with_bias_gradient(_triton("direct", Kernels)),
-                    _TRITON_DTYPES,
-                    16,
-                    ("slopes", "gaussian"),
+                    lambda: _triton("direct", Kernels), _TRITON_DTYPES, largest_rank=16
                 ),
                 "transform": Implementation(
                     lambda: _triton("transform", Kernels), _TRITON_DTYPES, lacks=tuple(FEATURES)

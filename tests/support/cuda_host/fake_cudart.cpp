@@ -113,4 +113,7 @@ int64_t call_totals_bytes(const boltzattn::cuda::Call* call, int backward) {
 int64_t call_row_norms_bytes(const boltzattn::cuda::Call* call) {
   return boltzattn::cuda::row_norms_bytes(*call);
 }
+int64_t call_slope_sums_bytes(const boltzattn::cuda::Call* call) {
+  return boltzattn::cuda::slope_sums_bytes(*call);
+}
 }
