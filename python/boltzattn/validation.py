@@ -391,7 +391,10 @@ def _join_masks(one: Tensor, other: Tensor | None) -> Tensor:
     if one.dtype == torch.bool or other.dtype == torch.bool:
         hidden, bias = (one, other) if one.dtype == torch.bool else (other, one)
         return bias.masked_fill(hidden, -math.inf)
-    return (one + other).masked_fill((one == -math.inf) | (other == -math.inf), -math.inf)
+    # Half precision would round the sum.
+    wide = accumulate_dtype(torch.promote_types(one.dtype, other.dtype))
+    hidden = (one == -math.inf) | (other == -math.inf)
+    return (one.to(wide) + other.to(wide)).masked_fill(hidden, -math.inf)
 
 
 def _expand_slopes(slopes: Tensor, query: Tensor, lead: tuple[int, ...]) -> Tensor:

@@ -52,6 +52,18 @@ def test_it_joins_the_other_masks_of_keys() -> None:
     assert torch.equal(both, alone)
 
 
+def test_sums_of_biases_are_not_rounded_to_half_precision() -> None:
+    query, key, value = (x.bfloat16() for x in _tensors(65))
+    mask, bias = torch.randn(1, 65).bfloat16(), (100 * torch.randn(4, 65)).bfloat16()
+    _, lse = boltzattn.attention(query, key, value, mask, key_bias=bias, return_lse=True)
+    _, padded = boltzattn.attention(
+        query, key, value, key_padding_mask=mask.expand(2, 65), key_bias=bias, return_lse=True
+    )
+    logits = query.double() * key.double().mT + mask.double() + bias.double()[:, None]
+    for found in (lse, padded):
+        torch.testing.assert_close(found.double(), logits.logsumexp(-1), rtol=1e-6, atol=1e-4)
+
+
 def test_grouped_heads_and_one_query() -> None:
     query, key, value = _tensors()
     mask = torch.randn(2, 4, 1, 300)
