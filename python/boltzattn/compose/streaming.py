@@ -162,7 +162,7 @@ class StreamingAttention:
         With `alibi_slopes` its tokens come after those of this stream.
         """
         mine, its = self._settings(), other._settings()
-        if not _same(mine, its):
+        if mine != its:
             raise ValueError(f"other must be a stream with the settings of this one, {mine}: {its}")
         if other._count == 0:
             return
@@ -199,7 +199,7 @@ class StreamingAttention:
         if missing := names - state.keys():
             raise ValueError(f"state must have the entries of state_dict(), lacks {min(missing)!r}")
         mine, its = self._settings(), state["settings"]
-        if not _same(mine, its):
+        if mine != its:
             raise ValueError(
                 f"state must come from a stream with the settings of this one, {mine}: {its}"
             )
@@ -253,10 +253,6 @@ class StreamingAttention:
 
 def _tokens(x: Tensor) -> int:
     return x.shape[-2] if isinstance(x, Tensor) and x.ndim >= 2 else 0
-
-
-def _same(mine: dict[str, Any], its: Any) -> bool:
-    return isinstance(its, dict) and mine == its
 
 
 def _checked_slopes(slopes: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
