@@ -157,8 +157,8 @@ def choose(request: Request, choice: Choice) -> Plan:
 
 @lru_cache(maxsize=1024)
 def quadratic_reason(request: Request, choice: Choice) -> str | None:
-    """Why a call that could take linear time does not, if that costs it much."""
-    if not (request.attn_mask or request.dropout) or choice.method != "auto":
+    """Why a call with a mask or dropout does not take linear time, if that costs it much."""
+    if choice.method != "auto":
         return None
     plain = request._replace(attn_mask=False, dropout=False)
     if choose(plain, choice).method != "transform":

@@ -36,8 +36,10 @@ from boltzattn.reference import transform as reference_transform
 
 def _forward(problem: Problem, choice: Choice) -> Saved:
     request = Request.of(problem)
-    if reason := plan.quadratic_reason(request, choice):
-        react_to_quadratic(reason)
+    if request.attn_mask or request.dropout:
+        reason = plan.quadratic_reason(request, choice)
+        if reason is not None:
+            react_to_quadratic(reason)
     kernels = plan.choose(request, choice).kernels
     with without_autocast(request.device):
         return kernels.forward(problem)
