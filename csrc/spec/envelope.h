@@ -41,10 +41,11 @@ constexpr double kLargestRise = 100;
 // and I_k <= (kappa / 2)^k / k! exp(kappa^2 / 4 (k + 1)); and by at most 4 exp(kappa) for any
 // kappa.
 struct InterpolationError {
-  double nodes, constant;
+  double nodes, factor, constant;  // factor = 4 / nodes!, constant = log(factor)
 
-  explicit InterpolationError(int count) : nodes(count), constant(::log(4.0)) {
-    for (int k = 2; k <= count; ++k) constant -= ::log(double(k));
+  explicit InterpolationError(int count) : nodes(count), factor(4) {
+    for (int k = 2; k <= count; ++k) factor /= k;
+    constant = ::log(factor);
   }
   // The logarithm of the bound.
   double log_bound(double kappa) const {

@@ -294,6 +294,19 @@ def test_nothing_yet() -> None:
     assert len(stream) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("key_bound", [None, 0.7])
+def test_takes_a_query_at_its_bound(dtype: torch.dtype, key_bound: float | None) -> None:
+    bound = 6.8  # float32 and bfloat16 round it up
+    stream = boltzattn.StreamingAttention(1, 2, bound, key_bound=key_bound, dtype=dtype)
+    at_bound = torch.tensor([[[bound], [-bound]]], dtype=dtype)
+    key = torch.tensor([[[0.7], [-0.7]]], dtype=dtype)
+    stream.append(key, torch.ones(1, 2, 2, dtype=dtype))
+    assert torch.equal(stream.query(at_bound), torch.ones(1, 2, 2, dtype=dtype))
+    with pytest.raises(ValueError, match=r"query_bound = 6\.8\d*, got"):
+        stream.query(at_bound * 1.01)
+
+
 def test_refuses() -> None:
     stream = boltzattn.StreamingAttention(2, 4, 10.0)
     key, value = torch.randn(2, 10, 1), torch.randn(2, 10, 4)
@@ -305,7 +318,7 @@ def test_refuses() -> None:
         stream.append(key, value / 0.0)
     assert len(stream) == 0
     stream.append(key, value)
-    with pytest.raises(ValueError, match=r"query_bound = 10, got 1e\+06.*larger query_bound"):
+    with pytest.raises(ValueError, match=r"query_bound = 10, got 1000000;.*larger query_bound"):
         stream.query(torch.full((2, 1, 1), 1e6))
     with pytest.raises(ValueError, match=r"query_bound = 10, got NaN"):
         stream.query(torch.full((2, 1, 1), math.nan))

@@ -20,6 +20,7 @@ from boltzattn.transform.scan_layout import (
     outer_weights,
     scan_error,
     scan_kappa,
+    scan_layout_of,
     scan_ratio,
 )
 from check import assert_attention, run
@@ -137,6 +138,53 @@ def keys_of(family: str, heads: int, n: int) -> Tensor:
     if family == "ladder":
         return (2.0 ** -torch.arange(n).clamp(max=40).double()).expand(heads, n).clone()
     return normal
+
+
+def _central_error(nodes: int, kappa: float) -> float:
+    """The error of exp(kappa x) on [-1, 1] in Chebyshev's nodes, by Bernstein's ellipses."""
+    rhos = [1 + 0.05 * i for i in range(1, 400)]
+    return min(4 / (r - 1) * r**-nodes * math.exp(kappa * (r + 1 / r) / 2) for r in rhos)
+
+
+@pytest.mark.parametrize("product", [3.0, 54.0, 1e4])
+@pytest.mark.parametrize("family", [*FAMILIES, "crowd"])
+@pytest.mark.parametrize(("nodes", "most_equal"), [(8, 1), (16, 10**7)])
+def test_bound_of_every_prefix(family: str, product: float, nodes: int, most_equal: int) -> None:
+    """On panels so coarse that their errors show; some keys stand for up to 1e7 equal ones."""
+    n, ratio = 96, 2.5
+    torch.manual_seed(n)
+    key = keys_of("gauss" if family == "crowd" else family, 1, n)[0]
+    if family == "crowd":  # one top key, then one key after the other at every gap
+        key = torch.cat([torch.ones(1), 1 - torch.logspace(-4, 0, n - 1)]).double()
+    count = torch.ones(n, dtype=torch.float64)
+    count[n // 4 :: n // 4] = most_equal
+    value = 2 * torch.rand(n, dtype=torch.float64) - 1
+    t_most = product / float(key.max() - key.min())
+    levels = max(0, math.ceil(math.log(product / 4, ratio)))
+    layout = scan_layout_of(t_most, nodes, levels, ratio)
+    t = t_most * torch.cat([-torch.logspace(-4, 0, 40), torch.logspace(-4, 0, 40)]).double()
+    panel, basis = layout.locate(t)
+    high, low = key.cummax(0).values[:, None], key.cummin(0).values[:, None]
+    is_high = layout.measured_from_high(torch.arange(layout.panels))
+    end = torch.where(is_high, high, low)
+    end[:, 0] = (0.5 * (high + low))[:, 0]
+    seen = torch.ones(n, n, dtype=torch.float64).tril() * count
+    sums = torch.stack([value, torch.ones_like(value)], -1)
+    gap = torch.where(seen[..., None] > 0, key[:, None] - end[:, None], 0)  # [prefix, key, panel]
+    at_node = (layout.nodes_of_panels() * gap[..., None]).exp() * seen[..., None, None]
+    table = torch.einsum("ijpb,jd->ipbd", at_node, sums)
+    found = torch.einsum("tb,itbd->itd", basis, table[:, panel])
+    exact = torch.einsum("ijt,jd->itd", (gap[..., panel] * t).exp() * seen[..., None], sums)
+    error = (found[..., 0] / found[..., 1] - exact[..., 0] / exact[..., 1]).abs()
+    of_key = torch.full((layout.panels,), scan_error(nodes, ratio), dtype=torch.float64)
+    of_key[0] = _central_error(nodes, layout.edges[0] * float(key.max() - key.min()) / 2)
+    missing = seen.sum(1, keepdim=True) * of_key[panel]
+    left = exact[..., 1] - missing
+    assert (left > 0).double().mean() > 0.5  # else the bound says nothing
+    bound = torch.where(left > 0, 2 * missing / left, math.inf)
+    assert (error <= bound + 1e-12).all()
+    if product > 10 and family in ("gauss", "rising", "falling", "grid", "crowd"):
+        assert error.max() > 1e-11
 
 
 def tensors(

@@ -44,12 +44,25 @@ struct EnvelopeLayout {
   double key_error = 0;    // bound of the key-side error, relative to Z
 };
 
+struct Bin {
+  double at, half;      // middle, half width
+  double scale, tilt;   // log weight measured from the middle at `tilt`
+  double from, to;      // the window of t where it matters
+  int64_t first, last;  // sites
+  int32_t token;        // of most weight
+};
+// All bins, as vectors of their numbers.
 struct Bins {
-  List<double> at, half, scale, tilt;  // middle, half width, log weight measured from it at `tilt`
-  List<double> from, to;               // the window of t where they matter
-  List<double> reach_from, reach_to;   // monotone bounds of the windows
-  List<int64_t> first, last;           // sites
-  List<int32_t> token;                 // of most weight
+  List<double> at, half, scale, from, to;
+  List<double> reach_from, reach_to;  // monotone bounds of the windows
+  List<int64_t> first, last;
+  List<int32_t> token;
+};
+// A panel, and the sites or bins first .. last - 1 that it was made of.
+template <class Panel>
+struct Run {
+  int64_t first, last;
+  Panel panel;
 };
 
 class EnvelopeMaker {
@@ -101,8 +114,9 @@ class EnvelopeMaker {
   List<int32_t> token_;
   Bins bins_;
   List<int32_t> panel_of_bin_;
-  List<double> spot_, spot_log_z_;  // where the key side is checked
-  List<int64_t> first_spot_;        // of each query panel, and the end
+  List<double> spot_;  // where the key side is checked
+  Buffer<double> spot_log_z_;
+  List<int64_t> first_spot_;  // of each query panel, and the end
 
   static double least_of(double a, double b) { return a < b ? a : b; }
   double clip(double t) const { return t < t_min_ ? t_min_ : t > t_max_ ? t_max_ : t; }
@@ -185,45 +199,65 @@ class EnvelopeMaker {
     *to = border(near, t_max_);
   }
 
-  // Adds sites first .. last - 1 as a bin, or as two halves where one tilt will not do.
-  void add_bin(int64_t first, int64_t last) {
+  // Adds sites first .. last - 1 as a bin, or as several where one tilt will not do.
+  void add_bin(int64_t first, int64_t last, List<Bin>& bins) const {
     const double s = 0.5 * (s_[first] + s_[last - 1]), half = 0.5 * (s_[last - 1] - s_[first]);
     const int64_t middle = (first + last) / 2;
     const double tilt = star_[middle];
-    double top = -INFINITY;
+    double scale = c_[first];
     int64_t at = first;
-    for (int64_t j = first; j < last; ++j) {
-      const double x = rise(tilt, s_[j], s, gauge_) + c_[j];
-      if (x > top) top = x, at = j;
+    if (last - first > 1) {
+      double top = -INFINITY, sum = 0;
+      for (int64_t j = first; j < last; ++j) {
+        const double x = rise(tilt, s_[j], s, gauge_) + c_[j];
+        if (x > top) top = x, at = j;
+      }
+      for (int64_t j = first; j < last; ++j)
+        sum += ::exp(rise(tilt, s_[j], s, gauge_) + c_[j] - top);
+      scale = top + ::log(sum);
     }
-    double sum = 0;
-    for (int64_t j = first; j < last; ++j) sum += ::exp(rise(tilt, s_[j], s, gauge_) + c_[j] - top);
-    const double scale = top + ::log(sum);
     double from, to;
     find_window(s, scale, tilt, &from, &to);
-    if (last - first > 1 && (half * larger_of(tilt - from, to - tilt) > slack_ ||
-                             half * ::fabs(tilt - gauge_ * s) > largest_rise_)) {
-      add_bin(first, middle);
-      add_bin(middle, last);
-      return;
+    const double turn = half * larger_of(tilt - from, to - tilt);
+    if (last - first > 1 && (turn > slack_ || half * ::fabs(tilt - gauge_ * s) > largest_rise_)) {
+      // Windows of parts are about as wide, so it is known how many parts will do.
+      int depth = 1;
+      while (turn > double(int64_t(4) << depth) * slack_ && last - first > int64_t(1) << depth)
+        ++depth;
+      return add_parts(first, last, depth, bins);
     }
-    bins_.at.push(s);
-    bins_.half.push(half);
-    bins_.scale.push(scale);
-    bins_.tilt.push(tilt);
-    bins_.from.push(from);
-    bins_.to.push(to);
-    bins_.first.push(first);
-    bins_.last.push(last);
-    bins_.token.push(token_[at]);
+    bins.push({s, half, scale, tilt, from, to, first, last, token_[at]});
+  }
+  // The same for 2^depth parts of them.
+  void add_parts(int64_t first, int64_t last, int depth, List<Bin>& bins) const {
+    if (depth == 0 || last - first == 1) return add_bin(first, last, bins);
+    const int64_t middle = (first + last) / 2;
+    add_parts(first, middle, depth - 1, bins);
+    add_parts(middle, last, depth - 1, bins);
   }
 
-  static constexpr int64_t kFirstBins = 256;
+  static constexpr int64_t kFirstBins = 256, kBinTasks = 16;
   void make_bins() {
-    const int64_t step = most(1, s_.size / kFirstBins);
-    for (int64_t first = 0; first < s_.size; first += step)
-      add_bin(first, least(first + step, s_.size));
-    const int64_t count = bins_.at.size;
+    const int64_t step = most(1, s_.size / kFirstBins), starts = ceil_div(s_.size, step);
+    List<Bin> bins[kBinTasks];
+    in_parallel(kBinTasks, [&](int64_t task) {
+      const int64_t end = starts * (task + 1) / kBinTasks;
+      for (int64_t i = starts * task / kBinTasks; i < end; ++i)
+        add_bin(i * step, least((i + 1) * step, s_.size), bins[task]);
+    });
+    for (const List<Bin>& list : bins)
+      for (int64_t i = 0; i < list.size; ++i) {
+        const Bin& bin = list[i];
+        bins_.at.push(bin.at);
+        bins_.half.push(bin.half);
+        bins_.scale.push(bin.scale);
+        bins_.from.push(bin.from);
+        bins_.to.push(bin.to);
+        bins_.first.push(bin.first);
+        bins_.last.push(bin.last);
+        bins_.token.push(bin.token);
+      }
+    const int64_t count = bin_count();
     for (int64_t b = 0; b < count; ++b) {
       bins_.reach_from.push(bins_.from[b]);
       bins_.reach_to.push(b == 0 ? bins_.to[0] : larger_of(bins_.reach_to[b - 1], bins_.to[b]));
@@ -270,31 +304,55 @@ class EnvelopeMaker {
       visit(b, inside * too * exists);
     }
   }
-  BOLTZATTN_INLINED Vec<double> logits_of_bins(double t, int64_t b) const {
-    const Vec<double> s = load(bins_.at.data + b), c = load(bins_.scale.data + b);
-    return c + (gauge_ != 0 ? (t - s) * (t - s) * -0.5 : s * t);
-  }
-  static BOLTZATTN_INLINED Vec<double> exp_of(Vec<double> x) {
-    return exp2_of(larger<double>(x, splat(-700.0)) * kLog2e);
-  }
 
-  // log Z at t from the bins that matter between two t.
-  double log_z(double t, double low, double high) const {
-    Vec<double> tops = splat<double>(-INFINITY), sums{};
+  // The bins that matter between two t, at t.
+  struct Totals {
+    double log_z, mean;
+    int64_t begin, count;  // bins, in whole vectors
+  };
+  // Logits and weights, one of all bins.
+  struct Weighed {
+    Buffer<double> logit, weight;
+    explicit Weighed(int64_t bins)
+        : logit(bins + 2 * kLanes<double>), weight(bins + 2 * kLanes<double>) {}
+  };
+  // Logits are measured from log Z, weights are over Z.
+  BOLTZATTN_INLINED Totals weigh_bins(double t, double low, double high, Weighed& at) const {
+    constexpr int L = kLanes<double>;
+    Vec<double> tops = splat<double>(-INFINITY), sums{}, means{};
+    int64_t begin = 0, count = 0;
     for_bins(low, high, [&](int64_t b, Vec<double> matters) BOLTZATTN_INLINED {
-      const Vec<double> x = logits_of_bins(t, b);
-      tops = larger<double>(tops, matters > 0.0 ? x : tops);
+      if (count == 0) begin = b;
+      const Vec<double> s = load(bins_.at.data + b), c = load(bins_.scale.data + b);
+      const Vec<double> x = c + (gauge_ != 0 ? (t - s) * (t - s) * -0.5 : s * t);
+      const Vec<double> logit = matters > 0.0 ? x : splat<double>(-INFINITY);
+      tops = larger<double>(tops, logit);
+      store(at.logit.data + count, logit);
+      count += L;
     });
     const double top = reduce_max<double>(tops);
-    for_bins(low, high, [&](int64_t b, Vec<double> matters) BOLTZATTN_INLINED {
-      sums += matters * exp_of(least_vector(logits_of_bins(t, b) - top));
-    });
-    return top + ::log(reduce_sum<double>(sums));
+    for (int64_t i = 0; i < count; i += L) {
+      const Vec<double> x = load(at.logit.data + i) - top;
+      const Vec<double> w = x > -700.0 ? exp_of(x) : splat(0.0);
+      sums += w;
+      means += w * load(bins_.at.data + begin + i);
+      store(at.weight.data + i, w);
+    }
+    const double total = reduce_sum<double>(sums), log_z = top + ::log(total);
+    for (int64_t i = 0; i < count; i += L) {
+      store(at.logit.data + i, load(at.logit.data + i) - log_z);
+      store(at.weight.data + i, load(at.weight.data + i) * (1 / total));
+    }
+    return {log_z, reduce_sum<double>(means) / total, begin, count};
   }
-  static BOLTZATTN_INLINED Vec<double> least_vector(Vec<double> x) { return x < 0.0 ? x : x * 0.0; }
+  static BOLTZATTN_INLINED Vec<double> exp_of(Vec<double> x) {
+    const Vec<double> bounded = x < 300.0 ? x : splat(300.0);
+    return exp2_of(larger<double>(bounded, splat(-700.0)) * kLog2e);
+  }
 
-  // A panel of the query sites first .. last - 1; whether it is good enough.
-  bool try_query_panel(int64_t first, int64_t last, QueryPanel& panel) const {
+  // A panel of the query sites first .. last - 1; whether it is good enough. `at` is scratch.
+  bool try_query_panel(int64_t first, int64_t last, QueryPanel& panel, Weighed& at) const {
+    constexpr int L = kLanes<double>;
     panel.low = t_[first];
     panel.high = t_[last - 1];
     panel.middle = 0.5 * (panel.low + panel.high);
@@ -302,94 +360,112 @@ class EnvelopeMaker {
     panel.direct = last - first <= most_;
     panel.nodes = panel.direct ? int32_t(last - first) : most_;
     panel.error = 0;
-    const double t = panel.middle, low = panel.low, high = panel.high, h = panel.half;
-    Vec<double> tops = splat<double>(-INFINITY);
-    for_bins(low, high, [&](int64_t b, Vec<double> matters) BOLTZATTN_INLINED {
-      tops = larger<double>(tops, matters > 0.0 ? logits_of_bins(t, b) : tops);
-    });
-    const double top = reduce_max<double>(tops);
-    Vec<double> sum{}, mean{};
-    for_bins(low, high, [&](int64_t b, Vec<double> matters) BOLTZATTN_INLINED {
-      const Vec<double> w = matters * exp_of(least_vector(logits_of_bins(t, b) - top));
-      sum += w;
-      mean += w * load(bins_.at.data + b);
-    });
-    const double total = reduce_sum<double>(sum);
-    panel.mean = reduce_sum<double>(mean) / total;
-    panel.log_z = top + ::log(total);
+    const Totals bins = weigh_bins(panel.middle, panel.low, panel.high, at);
+    panel.mean = bins.mean;
+    panel.log_z = bins.log_z;
     if (panel.direct) return true;
     Vec<double> errors{}, up{}, down{};
-    const double p = error_.nodes, from = panel.mean;
-    for_bins(low, high, [&](int64_t b, Vec<double> matters) BOLTZATTN_INLINED {
-      const Vec<double> x = logits_of_bins(t, b) - panel.log_z;
-      const Vec<double> gap = load(bins_.at.data + b) - from;
-      const Vec<double> kappa = ((gap < 0.0 ? -gap : gap) + load(bins_.half.data + b)) * h + 1e-100;
-      const Vec<double> ratio = kappa * (0.5 / (p + 1));
-      const Vec<double> crude = kappa + 1.3862943611198906;
-      const Vec<double> fine = log_of(kappa * 0.5) * p + error_.constant +
-                               kappa * kappa * (0.25 / (p + 1)) + ratio * 4.0;  // > -log(1 - ratio)
-      const Vec<double> log_bound = (ratio < 0.9) & (fine < crude) ? fine : crude;
-      errors += matters * exp_of(bounded(x + log_bound));
-      up += matters * exp_of(bounded(x + gap * h));
-      down += matters * exp_of(bounded(x - gap * h));
-    });
+    const double p = error_.nodes;
+    for (int64_t i = 0; i < bins.count; i += L) {
+      const Vec<double> w = load(at.weight.data + i);
+      const Vec<double> gap = load(bins_.at.data + bins.begin + i) - panel.mean;
+      const Vec<double> half = load(bins_.half.data + bins.begin + i);
+      const Vec<double> kappa = ((gap < 0.0 ? -gap : gap) + half) * panel.half;
+      // The bound of InterpolationError, with (1 - y / 64)^-64 >= exp(y) instead of exp(y).
+      const Vec<double> ratio = kappa * (0.5 / (p + 1)), y = kappa * kappa * (0.25 / (p + 1));
+      const Vec<double> below = power(1.0 - y * (1.0 / 64), 64) * (1.0 - ratio);
+      const Vec<double> fine = w * error_.factor * power(kappa * 0.5, most_) / below;
+      // A weight that is nothing at the middle may be all at an end.
+      const Vec<double> grown = exp_of(load(at.logit.data + i) + kappa), crude = grown * 4.0;
+      const Vec<double> shrunk = w / (1.0 + kappa + kappa * kappa * 0.5);  // at least w exp(-kappa)
+      errors += (ratio < 0.9) & (fine < crude) ? fine : crude;
+      up += gap > 0.0 ? grown : shrunk;
+      down += gap > 0.0 ? shrunk : grown;
+    }
     panel.error = reduce_sum<double>(errors);
     const double amplified = larger_of(reduce_sum<double>(up), reduce_sum<double>(down));
     return panel.error <= ::exp(log_error_) && amplified <= ::exp(kMostAmplification);
   }
-  static BOLTZATTN_INLINED Vec<double> bounded(Vec<double> x) {
-    return x < 300.0 ? x : splat(300.0);
+  static BOLTZATTN_INLINED Vec<double> power(Vec<double> x, int exponent) {
+    Vec<double> result = splat(1.0);
+    for (; exponent > 0; exponent >>= 1, x *= x)
+      if (exponent & 1) result *= x;
+    return result;
   }
 
-  // Makes panels from left to right: accept(first, last, panel) says whether a run may be one; a
-  // run of one always is. Steps are powers of two, first growing, then shrinking.
-  template <class Panel, class Accept, class Add>
-  static void make_panels(int64_t size, Accept accept, Add add) {
-    for (int64_t first = 0, guess = 1; first < size;) {
+  // Makes panels of begin .. end - 1 from left to right: accept(first, last, panel) says whether a
+  // run may be one; a run of `sure` always is. Steps are powers of two, first growing, then
+  // shrinking to one: a site left behind would begin a panel across a gap.
+  template <class Panel, class Accept>
+  static void make_panels(int64_t begin, int64_t end, int64_t sure, Accept accept,
+                          List<Run<Panel>>& runs) {
+    for (int64_t first = begin, guess = 1; first < end;) {
       Panel best{}, next{};
-      accept(first, first + 1, best);
-      int64_t last = first + 1, step = guess;
-      bool growing = true;
-      while (step > 0 && last < size) {
-        const int64_t wanted = least(last + step, size);
+      int64_t last = least(first + sure, end), step = guess;
+      bool growing = true, known = false;
+      while (step > 0 && last < end) {
+        const int64_t wanted = least(last + step, end);
         if (accept(first, wanted, next))
-          best = next, last = wanted;
+          best = next, last = wanted, known = true;
         else
           growing = false;
         step = growing ? 2 * step : step / 2;
       }
-      add(first, last, best);
+      if (!known) accept(first, last, best);
+      runs.push({first, last, best});
       for (guess = 1; 4 * guess <= last - first;) guess *= 2;
       first = last;
     }
   }
+  // Layouts of many bins are made in several segments side by side. Their number follows from the
+  // bins alone: results do not depend on the number of threads.
+  static constexpr int64_t kMostSegments = 16, kBinsOfSegment = 256;
+  int64_t segments() const { return least(kMostSegments, most(1, bin_count() / kBinsOfSegment)); }
+  template <class Body>
+  static void in_parallel(int64_t tasks, Body body) {
+    tasks > 1 ? parallel(tasks, body) : serial(tasks, body);
+  }
 
   void make_query_panels() {
-    make_panels<QueryPanel>(
-        t_.count,
-        [&](int64_t first, int64_t last, QueryPanel& panel) {
-          return try_query_panel(first, last, panel);
-        },
-        [&](int64_t first, int64_t last, QueryPanel& panel) {
-          panel.first_node = layout_.query_node.size;
-          first_spot_.push(spot_.size);
-          for (int64_t i = 0; i < panel.nodes; ++i) {
-            const double t = panel.direct
-                                 ? t_[first + i]
-                                 : panel.middle + panel.half * chebyshev_node(most_, int(i));
-            layout_.query_node.push(t);
-            if (panel.direct) add_spot(t, panel);
-          }
-          if (!panel.direct)
-            for (const double t : {panel.low, panel.middle, panel.high}) add_spot(t, panel);
-          layout_.query.push(panel);
-          (void)last;
-        });
+    List<Run<QueryPanel>> runs[kMostSegments];
+    const int64_t tasks = segments();
+    in_parallel(tasks, [&](int64_t task) {
+      Weighed at(bin_count());
+      make_panels(
+          t_.count * task / tasks, t_.count * (task + 1) / tasks, most_,
+          [&](int64_t first, int64_t last, QueryPanel& panel) {
+            return try_query_panel(first, last, panel, at);
+          },
+          runs[task]);
+    });
+    for (const List<Run<QueryPanel>>& list : runs)
+      for (int64_t i = 0; i < list.size; ++i) add_query_panel(list[i].first, list[i].panel);
     first_spot_.push(spot_.size);
+    spot_log_z_.resize(spot_.size);
+    in_parallel(tasks, [&](int64_t task) {
+      Weighed at(bin_count());
+      const int64_t panels = layout_.query.size, end = panels * (task + 1) / tasks;
+      for (int64_t p = panels * task / tasks; p < end; ++p) {
+        const QueryPanel& panel = layout_.query[p];
+        for (int64_t i = first_spot_[p]; i < first_spot_[p + 1]; ++i)
+          spot_log_z_.data[i] = spot_[i] == panel.middle
+                                    ? panel.log_z
+                                    : weigh_bins(spot_[i], panel.low, panel.high, at).log_z;
+      }
+    });
   }
-  void add_spot(double t, const QueryPanel& panel) {
-    spot_.push(t);
-    spot_log_z_.push(t == panel.middle ? panel.log_z : log_z(t, panel.low, panel.high));
+  void add_query_panel(int64_t first, QueryPanel panel) {
+    panel.first_node = layout_.query_node.size;
+    first_spot_.push(spot_.size);
+    for (int64_t i = 0; i < panel.nodes; ++i) {
+      const double t =
+          panel.direct ? t_[first + i] : panel.middle + panel.half * chebyshev_node(most_, int(i));
+      layout_.query_node.push(t);
+      if (panel.direct) spot_.push(t);
+    }
+    if (!panel.direct)
+      for (const double t : {panel.low, panel.middle, panel.high}) spot_.push(t);
+    layout_.query.push(panel);
   }
 
   // A panel of the bins first .. last - 1.
@@ -426,10 +502,10 @@ class EnvelopeMaker {
     const double s = panel.middle;
     double highest = -INFINITY;
     for (int64_t i = begin; i < end; ++i)
-      highest = larger_of(highest, score_of(spot_[i], s, gauge_) - spot_log_z_[i]);
+      highest = larger_of(highest, score_of(spot_[i], s, gauge_) - spot_log_z_.data[i]);
     double low = INFINITY, high = -INFINITY;
     for (int64_t i = begin; i < end; ++i)
-      if (score_of(spot_[i], s, gauge_) - spot_log_z_[i] >= highest - 1) {
+      if (score_of(spot_[i], s, gauge_) - spot_log_z_.data[i] >= highest - 1) {
         low = least_of(low, spot_[i]);
         high = larger_of(high, spot_[i]);
       }
@@ -446,7 +522,7 @@ class EnvelopeMaker {
     if (panel.direct) return true;
     double error = -INFINITY, amplified = -INFINITY;
     for (int64_t i = begin; i < end; ++i) {
-      const double g = score_of(spot_[i], s, gauge_) - spot_log_z_[i] + panel.scale;
+      const double g = score_of(spot_[i], s, gauge_) - spot_log_z_.data[i] + panel.scale;
       const double kappa = ::fabs(spot_[i] - panel.tilt) * panel.half;
       error = larger_of(error, g + error_.log_bound(kappa));
       amplified = larger_of(amplified, g + kappa);
@@ -457,29 +533,35 @@ class EnvelopeMaker {
   }
 
   void make_key_panels() {
-    make_panels<KeyPanel>(
-        bin_count(),
-        [&](int64_t first, int64_t last, KeyPanel& panel) {
-          return try_key_panel(first, last, panel);
-        },
-        [&](int64_t first, int64_t last, KeyPanel& panel) {
-          const bool seen = panel.scale > -INFINITY;
-          for (int64_t b = first; b < last; ++b)
-            panel_of_bin_.push(seen ? int32_t(layout_.key.size) : -1);
-          if (!seen) return;
-          panel.first_node = layout_.key_node.size;
-          const int64_t site = bins_.first[first];
-          for (int64_t i = 0; i < panel.nodes; ++i) {
-            const double s = panel.direct
-                                 ? s_[site + i]
-                                 : panel.middle + panel.half * chebyshev_node(most_, int(i));
-            layout_.key_node.push(s);
-            layout_.node_bias.push(panel.direct
-                                       ? c_[site + i]
-                                       : panel.scale - rise(panel.tilt, s, panel.middle, gauge_));
-          }
-          layout_.key.push(panel);
-        });
+    List<Run<KeyPanel>> runs[kMostSegments];
+    const int64_t tasks = segments(), bins = bin_count();
+    in_parallel(tasks, [&](int64_t task) {
+      make_panels(
+          bins * task / tasks, bins * (task + 1) / tasks, 1,
+          [&](int64_t first, int64_t last, KeyPanel& panel) {
+            return try_key_panel(first, last, panel);
+          },
+          runs[task]);
+    });
+    for (const List<Run<KeyPanel>>& list : runs)
+      for (int64_t i = 0; i < list.size; ++i) add_key_panel(list[i]);
+  }
+  void add_key_panel(const Run<KeyPanel>& run) {
+    KeyPanel panel = run.panel;
+    const bool seen = panel.scale > -INFINITY;
+    for (int64_t b = run.first; b < run.last; ++b)
+      panel_of_bin_.push(seen ? int32_t(layout_.key.size) : -1);
+    if (!seen) return;
+    panel.first_node = layout_.key_node.size;
+    const int64_t site = bins_.first[run.first];
+    for (int64_t i = 0; i < panel.nodes; ++i) {
+      const double s =
+          panel.direct ? s_[site + i] : panel.middle + panel.half * chebyshev_node(most_, int(i));
+      layout_.key_node.push(s);
+      layout_.node_bias.push(
+          panel.direct ? c_[site + i] : panel.scale - rise(panel.tilt, s, panel.middle, gauge_));
+    }
+    layout_.key.push(panel);
   }
 
   void make_blocks() {
@@ -495,20 +577,29 @@ class EnvelopeMaker {
         layout_.blocks.push(last = of_bin);
       }
       panel.blocks = layout_.blocks.size - panel.first_block;
-      check_key_side(p, panel);
     }
+    double worst[kMostSegments] = {};
+    const int64_t tasks = segments();
+    in_parallel(tasks, [&](int64_t task) {
+      const int64_t panels = layout_.query.size, end = panels * (task + 1) / tasks;
+      for (int64_t p = panels * task / tasks; p < end; ++p)
+        worst[task] = larger_of(worst[task], key_side_error(p, layout_.query[p]));
+    });
+    for (const double error : worst) layout_.key_error = larger_of(layout_.key_error, error);
   }
   // The bound of the key-side error on a query panel.
-  void check_key_side(int64_t p, const QueryPanel& panel) {
+  double key_side_error(int64_t p, const QueryPanel& panel) const {
+    double worst = 0;
     for (int64_t i = first_spot_[p]; i < first_spot_[p + 1]; ++i) {
       double sum = 0;
       for (int64_t k = 0; k < panel.blocks; ++k) {
         const KeyPanel& key = layout_.key[layout_.blocks[panel.first_block + k]];
         if (key.direct) continue;
-        const double g = key.scale + score_of(spot_[i], key.middle, gauge_) - spot_log_z_[i];
+        const double g = key.scale + score_of(spot_[i], key.middle, gauge_) - spot_log_z_.data[i];
         sum += ::exp(g + error_.log_bound(::fabs(spot_[i] - key.tilt) * key.half));
       }
-      layout_.key_error = larger_of(layout_.key_error, sum);
+      worst = larger_of(worst, sum);
     }
+    return worst;
   }
 };

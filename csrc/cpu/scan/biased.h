@@ -115,9 +115,12 @@ struct BiasedHead {
     const double radius = low <= high ? (0.5 * high - 0.5 * low) * key_factor : 0;
     const double largest_t = larger_of(::fabs(least_t), ::fabs(most_t));
     const double range = most_t - least_t;
-    if (odd != 0 || !(largest_t * radius + most_bias <= kLargestProduct) || range * 0 != 0)
-      return false;
+    const double product = largest_t * radius + most_bias;
+    if (odd != 0 || !(product <= kLargestProduct) || range * 0 != 0) return false;
     const EnvelopePrecision precision = biased_precision(call.query.dtype);
+    // Gradients are made from lse, which is rounded as the logits are, not as their differences.
+    const double logit = product + (call.is_gaussian ? 0 : largest_t * ::fabs(middle));
+    if (!(rounding_of(call.query.dtype, logit) <= tolerance_of(call.query.dtype))) return false;
     nodes = precision.nodes;
     const double wanted = ::ceil(0.5 * range * radius / biased_kappa(precision));
     if (!(wanted * nodes <= kMostBiasedFeatures)) return false;

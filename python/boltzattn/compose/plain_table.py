@@ -189,9 +189,9 @@ _NAMES = "sums", "z", "ends"
 
 def check_largest(largest: float, most: float, query: Tensor, query_bound: float) -> None:
     if not largest <= most:
-        got = "NaN" if math.isnan(largest) else f"{float(query.abs().max()):g}"
+        got = "NaN" if math.isnan(largest) else f"{float(query.abs().max()):.9g}"
         raise ValueError(
-            f"query must be within query_bound = {query_bound:g}, got {got}; scale the "
+            f"query must be within query_bound = {query_bound:.9g}, got {got}; scale the "
             "queries down, or build the stream with a larger query_bound"
         )
 

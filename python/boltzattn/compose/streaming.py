@@ -85,8 +85,8 @@ class StreamingAttention:
                 "largest |query| and the largest |key|"
             )
         self.lead, self.head_dim, self.dtype = lead, head_dim, dtype
-        self.query_bound, self.scale, self.score = float(query_bound), float(scale), score
-        self.key_bound = None if key_bound is None else float(key_bound)
+        self.query_bound, self.scale, self.score = _bound(query_bound, dtype), float(scale), score
+        self.key_bound = None if key_bound is None else _bound(key_bound, dtype)
         self.alibi_slopes = _checked_slopes(alibi_slopes, lead)
         # Tensors name their device with its index.
         self.device = torch.empty(0, device=device).device
@@ -249,6 +249,12 @@ class StreamingAttention:
                 f"{name} must be {self.dtype} on {self.device} as the stream is, got {x.dtype} on "
                 f"{x.device}; use {name}.to(...)"
             )
+
+
+def _bound(bound: float, dtype: torch.dtype) -> float:
+    """The bound, or what a token that was clamped to it holds in this precision."""
+    rounded = float(torch.tensor(bound, dtype=dtype))
+    return max(float(bound), rounded) if rounded < math.inf else float(bound)
 
 
 def _tokens(x: Tensor) -> int:
