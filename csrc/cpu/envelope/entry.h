@@ -12,9 +12,9 @@ static double farthest_lookup(const Sites& queries, const Sites& keys) {
   return most;
 }
 
-// Layout, moments and core; whether the head is served.
+// Leaves the layout empty if there is nothing to attend to; false if the head is not served.
 template <class T>
-static bool build(Lookup<T>& head, bool slopes) {
+static bool make_layout(Lookup<T>& head) {
   const Attention& call = head.call;
   if (call.is_gaussian && !(call.scale > 0)) return false;
   if (call.n_q == 0 || call.n_k == 0) return true;
@@ -45,7 +45,17 @@ static bool build(Lookup<T>& head, bool slopes) {
   EnvelopeMaker(queries, keys, call.is_gaussian ? 1 : 0, envelope_precision(call.value.dtype),
                 head.layout)
       .run();
-  return sum_key_moments(head) && run_lookup_core(head, slopes);
+  return true;
+}
+
+// Layout, moments and core; whether the head is served.
+template <class T>
+static bool build(Lookup<T>& head, bool slopes) {
+  if (!make_layout(head)) return false;
+  if (head.layout.query.size == 0) return true;
+  const bool served = sum_key_moments(head) && run_lookup_core(head, slopes);
+  head.moments.resize(0);
+  return served;
 }
 
 template <class T>
