@@ -106,7 +106,9 @@ def memorize_next(
         True
     """
     if network not in NETWORKS:
-        raise ValueError(f"network must be one of {', '.join(map(repr, NETWORKS))}, got {network!r}")
+        raise ValueError(
+            f"network must be one of {', '.join(map(repr, NETWORKS))}, got {network!r}"
+        )
     _check(tokens, embedding, network, targets)
     x = decoder_inputs(tokens, embedding)
     seen = np.concatenate(

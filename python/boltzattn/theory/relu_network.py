@@ -23,18 +23,22 @@ BIAS = ""
 class ReluLayer(nn.Module):
     """`relu(W z + b)`, token by token: `[..., inputs] -> [..., neurons]`.
 
+    A last layer may be affine, `W z + b`.
+
     Example:
         >>> layer = ReluLayer(torch.tensor([[1.0], [-1.0]]), torch.tensor([0.0, 2.0]))
         >>> layer(torch.tensor([[0.5]]))
         tensor([[0.5000, 1.5000]], grad_fn=<ReluBackward0>)
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor, affine: bool = False) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.affine = affine
 
     def forward(self, z: Tensor) -> Tensor:
-        return torch.relu(nn.functional.linear(z, self.weight, self.bias))
+        sums = nn.functional.linear(z, self.weight, self.bias)
+        return sums if self.affine else torch.relu(sums)
 
     def extra_repr(self) -> str:
         neurons, inputs = self.weight.shape
@@ -57,7 +61,9 @@ class ReluNetwork(nn.Sequential):
         return pieces.view(*z.shape[:-1], pieces.shape[-1])
 
 
-def relu_layer(inputs: Sequence[str], neurons: Mapping[str, Neuron]) -> ReluLayer:
+def relu_layer(
+    inputs: Sequence[str], neurons: Mapping[str, Neuron], affine: bool = False
+) -> ReluLayer:
     """A layer in fp64 from the coefficients of its neurons.
 
     Args:
@@ -78,7 +84,7 @@ def relu_layer(inputs: Sequence[str], neurons: Mapping[str, Neuron]) -> ReluLaye
                 bias[row] = coefficient
             else:
                 weight[row, column[name]] = coefficient
-    return ReluLayer(weight, bias)
+    return ReluLayer(weight, bias, affine)
 
 
 def count_nonzero(module: nn.Module) -> int:
