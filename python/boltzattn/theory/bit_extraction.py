@@ -206,7 +206,7 @@ def _solve(
     rng = np.random.default_rng(seed)
     # Above twice every key; far above, the streams of small keys would start with many zeros.
     low = 2 * int(keys.max()) + 3
-    spare = max(0, len(starts).bit_length() - 2)
+    spare = len(starts).bit_length() - 1
     for attempt in range(_MODULI * _MOST_SPARE):
         modulus = int(rng.integers(low, 2 * low + 64)) | 1
         steps = size + spare + attempt // _MODULI
@@ -250,31 +250,26 @@ def solve_parity(streams: np.ndarray, wanted: np.ndarray) -> np.ndarray | None:
         >>> (streams @ bits.astype(int) % 2).tolist()
         [[1], [0]]
     """
-    rows, steps = streams.shape
-    system = np.packbits(np.concatenate([streams, wanted], 1), axis=1)
-    pivots: list[int] = []
-    for column in range(steps):
-        done = len(pivots)
-        if done == rows:
-            break
-        byte, shift = column >> 3, 7 - (column & 7)
-        has = (system[:, byte] >> shift & 1).astype(bool)
-        below = np.flatnonzero(has[done:])
-        if not len(below):
-            continue
-        pivot = done + below[0]
-        if pivot != done:
-            system[[done, pivot]] = system[[pivot, done]]
-            has[pivot] = has[done]
-        has[done] = False
-        system[has] ^= system[done]
-        pivots.append(column)
-    found = np.unpackbits(system, axis=1)[:, steps : steps + wanted.shape[1]].astype(bool)
-    if found[len(pivots) :].any():
-        return None
-    bits = np.zeros((steps, wanted.shape[1]), dtype=bool)
-    bits[pivots] = found[: len(pivots)]
-    return bits
+    steps, planes = streams.shape[1], wanted.shape[1]
+    # A row is an integer: the bits of the stream, and below them those of the label.
+    packed = np.packbits(np.concatenate([streams, wanted], 1), axis=1)
+    unused = 8 * packed.shape[1] - steps - planes
+    pivots: dict[int, int] = {}  # rows by their highest bit
+    for row in (int.from_bytes(line.tobytes(), "big") >> unused for line in packed):
+        while row >> planes and (lead := row.bit_length()) in pivots:
+            row ^= pivots[lead]
+        if row >> planes:
+            pivots[row.bit_length()] = row
+        elif row:
+            return None
+    found = [0] * planes
+    for lead, row in sorted(pivots.items()):  # bits that lead no row are 0
+        for i in range(planes):
+            label = row >> (planes - 1 - i) & 1
+            parity = ((row >> planes) & found[i]).bit_count() & 1
+            found[i] |= (label ^ parity) << (lead - 1 - planes)
+    text = [f"{bits:0{steps}b}" for bits in found]
+    return np.array([[digit == "1" for digit in line] for line in text]).T
 
 
 def _pack(memory: np.ndarray, word_bits: int) -> np.ndarray:
