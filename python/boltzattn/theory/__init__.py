@@ -41,7 +41,12 @@ from boltzattn.theory.hardmax import (
     temperature_scan,
 )
 from boltzattn.theory.memorization import MemorizationReport, memorize
-from boltzattn.theory.next_token import NextTokenReport, decoder_inputs, memorize_next
+from boltzattn.theory.next_token import (
+    NextTokenReport,
+    decoder_inputs,
+    empirical_distributions,
+    memorize_next,
+)
 from boltzattn.theory.packed import PackedReport, memorize_packed
 from boltzattn.theory.separation import (
     ConflictError,
@@ -83,6 +88,7 @@ __all__ = [
     "contextual_gap",
     "decoder_inputs",
     "decreasing_below",
+    "empirical_distributions",
     "evaluate_polynomial",
     "hardmax",
     "hardmax_attention",

@@ -86,7 +86,8 @@ def memorize_next(
         network: "linear" has a breakpoint per prefix; "packed" and "looped" read the next token out
             of packed bits, see `memorize_packed`.
         targets: real numbers `[N, T, k]` with k <= d to output instead of the next token, for
-            instance the logits of its distribution; with `network="linear"` only.
+            instance V - 1 of `empirical_distributions`, which documents need that start alike and
+            go on differently; with `network="linear"` only.
         seed: seed of the random choices.
 
     Returns:
@@ -189,6 +190,25 @@ def decoder_inputs(tokens: Tensor, embedding: Tensor) -> Tensor:
     """
     start = tokens.new_full((len(tokens), 1), len(embedding) - 1)
     return embedding[torch.cat([start, tokens[:, :-1]], 1)]
+
+
+def empirical_distributions(tokens: Tensor, vocabulary: int) -> Tensor:
+    """How often each token follows the prefixes of a place, as probabilities `[N, T, V]`.
+
+    Prefixes count as the same if they have the same last token and the same tokens before it in
+    any order, which is what attention without positions can see.
+
+    Example:
+        >>> empirical_distributions(torch.tensor([[0, 0], [1, 1]]), 2)[:, 0].tolist()
+        [[0.5, 0.5], [0.5, 0.5]]
+    """
+    documents = tokens.cpu().numpy()
+    start = np.full((len(documents), 1), vocabulary)
+    first, key = _prefixes(np.concatenate([start, documents[:, :-1]], 1), vocabulary + 1)
+    counts = np.zeros((len(first), vocabulary))
+    np.add.at(counts, (key, documents.reshape(-1)), 1.0)
+    shares = counts / counts.sum(1, keepdims=True)
+    return torch.from_numpy(shares[key].reshape(*documents.shape, vocabulary))
 
 
 def _check(tokens: Tensor, embedding: Tensor, network: str, targets: Tensor | None) -> None:

@@ -61,11 +61,13 @@ class InUnitCube(nn.Module):
     """Passes on tokens in [0, 1]^d and raises for others, where squares are not approximated."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() and not (float(x.min()) >= 0 and float(x.max()) <= 1):
-            raise ValueError(
-                f"tokens must be in [0, 1]^d, got numbers from {float(x.min()):.4g} to "
-                f"{float(x.max()):.4g}; rescale them and the polynomial"
-            )
+        if x.numel():
+            low, high = (float(end) for end in x.detach().aminmax())
+            if not 0 <= low <= high <= 1:
+                raise ValueError(
+                    f"tokens must be in [0, 1]^d, got numbers from {low:.4g} to {high:.4g}; "
+                    "rescale them and the polynomial"
+                )
         return x
 
 
