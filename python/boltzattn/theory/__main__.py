@@ -357,9 +357,7 @@ def show_loops(figure: Any) -> None:
             for k, e, same in zip(counts, errors["table"], errors[None], strict=True)
         ],
     )
-    axis.set(
-        xlabel="loops", ylabel="largest error", title="Two hidden neurons, the same in every loop"
-    )
+    axis.set(xlabel="loops", ylabel="largest error", title="Two neurons, the same in every loop")
     axis.legend()
 
 
