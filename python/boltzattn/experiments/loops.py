@@ -32,10 +32,8 @@ from boltzattn.theory.presentation import BLUE, GREEN, ORANGE, Table
 MODELS: dict[str, tuple[int, int, str | None]] = {
     "1 layer": (1, 1, None),
     "2 layers": (2, 1, None),
-    "4 layers": (4, 1, None),
     "2 loops": (1, 2, None),
     "4 loops": (1, 4, None),
-    "2 loops, table": (1, 2, "table"),
     "4 loops, table": (1, 4, "table"),
     "4 loops, sinusoidal": (1, 4, "sinusoidal"),
 }

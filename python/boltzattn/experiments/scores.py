@@ -166,7 +166,7 @@ EXPERIMENT = Experiment(
     refuted_if="every seed of rank 1 does worse than every seed of rank 3, at equal parameters",
     cases={
         "tiny": model_cases(_PAIRS, parameters=2000, count=8, steps=4, seeds=2),
-        "quick": model_cases(_PAIRS, parameters=2000, count=64, steps=500, seeds=3),
+        "quick": model_cases(_PAIRS, parameters=2000, count=64, steps=300, seeds=3),
         "full": model_cases(_PAIRS, parameters=20_000, count=1024, steps=5000, seeds=5),
     },
     measure=measure,

@@ -23,7 +23,7 @@ def looped_square(loops: int, timestep_encoding: str | None = "table") -> OneLay
     Example:
         >>> y = torch.tensor([[0.3], [0.7]]).double().expand(2, 2)
         >>> looped_square(12)(y)[:, 1].tolist()
-        [0.09000000..., 0.49000000...]
+        [0.0900000..., 0.4899999...]
     """
 
     def fixed(*rows: object) -> Tensor:
