@@ -91,10 +91,11 @@ def judge(rows: list[Row]) -> list[Finding]:
             f"by {factor:.2f}, from depth {falling[0]['depth']} to {falling[-1]['depth']}",
         ),
         Finding(
-            "in fp32 the error is at most ten times larger",
-            all(one["error"] < 10 * two["error"] for one, two in zip(single, sizes, strict=True)),
-            f"{single[0]['error']:.1e} at {single[0]['size']:,} elements, "
-            f"{single[-1]['error']:.1e} at {single[-1]['size']:,}",
+            "in fp32 the error stays below the same bound at every size",
+            all(row["error"] <= row["error_bound"] for row in single),
+            f"at most {max(row['error'] for row in single):.1e}; more depth does not help, "
+            f"{select(rows, part='depth', dtype='fp32')[-1]['error']:.1e} at depth "
+            f"{depths[-1]['depth']}",
         ),
     ]
 
