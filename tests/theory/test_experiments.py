@@ -339,7 +339,7 @@ FLIPS: list[tuple[str, str, Callable[[list[Row]], None], Callable[[list[Row]], N
         )
         for network in ("packed", "packed, every token")
     ),
-    ("capacity", "a loop comes", _set(parameters=5), _set(parameters=500)),
+    ("capacity", "a loop comes", _set(parameters=5), _set(parameters=5000)),
     ("capacity", "the distance", _power("margin", "ids", -3.0), _power("margin", "ids", -2.0)),
     ("capacity", "fp64 ends", _refuse_a_million, _set()),
     ("next-token", "every next", _set(), _where(_set(accuracy=0.9), network="packed")),

@@ -27,7 +27,7 @@ from boltzattn.experiments.experiment import (
 )
 from boltzattn.experiments.training import build_all, count_parameters, model_seeds, train
 from boltzattn.nn import OneLayerTransformer
-from boltzattn.theory import decoder_inputs, memorize_next
+from boltzattn.theory import ResolutionError, decoder_inputs, memorize_next
 from boltzattn.theory.presentation import GREY, STYLES, Table
 
 V, D = 8, 8  # tokens, width
@@ -57,7 +57,10 @@ def measure(part: str, network: str, size: int, length: int, steps: int, seed: i
     if network == "distributions":
         targets = torch.randn(1, size, V - 1, dtype=torch.float64, generator=generator)
     kind = "linear" if network == "distributions" else network
-    report = memorize_next(tokens, embedding, network=kind, targets=targets, seed=seed).report
+    try:
+        report = memorize_next(tokens, embedding, network=kind, targets=targets, seed=seed).report
+    except ResolutionError as refused:
+        return [{"contexts": size, "refused": str(refused)}]
     return [
         {
             "contexts": report.contexts,
@@ -101,8 +104,12 @@ def _trained(size: int, length: int, steps: int, seed: int) -> list[Row]:
     return rows
 
 
+def _built(rows: list[Row]) -> list[Row]:
+    return [row for row in select(rows, part="built") if "refused" not in row]
+
+
 def judge(rows: list[Row]) -> list[Finding]:
-    built = select(rows, part="built")
+    built = _built(rows)
     tokens = [row for row in built if row["accuracy"] is not None]
     real = select(built, network="distributions")
     worst = max(row["max_error"] for row in real)
@@ -153,7 +160,7 @@ def judge(rows: list[Row]) -> list[Finding]:
 
 def table(rows: list[Row]) -> Table:
     lines = []
-    for row in select(rows, part="built"):
+    for row in _built(rows):
         lines.append(
             (
                 f"{row['network']}, constructed",
@@ -176,7 +183,7 @@ def table(rows: list[Row]) -> Table:
 
 def draw(rows: list[Row], figure: Any) -> None:
     left, right = figure.subplots(1, 2)
-    built = select(rows, part="built")
+    built = _built(rows)
     for network, style in zip(values(built, "network"), STYLES, strict=False):
         some = select(built, network=network)
         left.loglog(
