@@ -93,6 +93,21 @@ FOUND = {
         "trained with one head and no network before",
     ],
     "long-sets": ["mean pooling does not learn the task"],
+    "capacity": ["every label comes back", "parameters grow as ids^1 (breakpoints)"],
+    "next-token": [
+        "every next token comes back",
+        "distributions take",
+        "parameters for next tokens grow as contexts^1",
+    ],
+    "loops": ["the models have the same number of parameters"],
+    "polynomials": [
+        "the number of parameters does not depend",
+        "the error stays below its bound",
+        "the error does not grow",
+        "every tent map",
+        "in fp32",
+    ],
+    "scores": [],
 }
 
 
@@ -206,6 +221,34 @@ def _times(exponents: dict[str, float]) -> Callable[[list[Row]], None]:
     return tamper
 
 
+def _power(column: str, of: str, exponent: float) -> Callable[[list[Row]], None]:
+    """Makes a column a power of another one, wherever a row has it."""
+
+    def tamper(rows: list[Row]) -> None:
+        for row in rows:
+            if column in row:
+                row[column] = 30 * row[of] ** exponent
+
+    return tamper
+
+
+def _refuse_a_million(rows: list[Row]) -> None:
+    rows.append({"network": "packed", "count": 10**6, "ids": 10**6, "refused": "too close"})
+
+
+def _only(better: str) -> Callable[[list[Row]], None]:
+    """Every seed of `better` beats all others, on every task."""
+
+    def tamper(rows: list[Row]) -> None:
+        for row in rows:
+            row["accuracy"] = 0.9 if row["model"] == better else 0.1
+            row["error"] = 0.1 if row["model"] == better else 0.9
+
+    return tamper
+
+
+_EQUAL = _set(accuracy=0.5, error=0.5)
+
 FULL, ONE = "scores 8, values 8", "scores 1, values 8"
 
 # (experiment, claim, data that bear it out, data that refute it)
@@ -280,6 +323,77 @@ FLIPS: list[tuple[str, str, Callable[[list[Row]], None], Callable[[list[Row]], N
     ("long-sets", "full attention on", _skills(rank_1=1, sample=0.2), _skills(sample=0.95)),
     ("long-sets", "mean pooling", _skills(mean=0.0), _skills(mean=0.9)),
     ("long-sets", "a step takes linear", _times({"full": 2.0}), _times({"rank 1": 2.0})),
+    ("capacity", "every label", _set(), _where(_set(accuracy=0.9), network="looped")),
+    (
+        "capacity",
+        "parameters grow as ids^1 (breakpoints)",
+        _power("parameters", "ids", 1.0),
+        _power("parameters", "ids", 0.5),
+    ),
+    *(
+        (
+            "capacity",
+            f"parameters grow as ids^0.5 ({network})",
+            _power("parameters", "ids", 0.5),
+            _power("parameters", "ids", 1.0),
+        )
+        for network in ("packed", "packed, every token")
+    ),
+    ("capacity", "a loop comes", _set(parameters=5), _set(parameters=5000)),
+    ("capacity", "the distance", _power("margin", "ids", -3.0), _power("margin", "ids", -2.0)),
+    ("capacity", "fp64 ends", _refuse_a_million, _set()),
+    ("next-token", "every next", _set(), _where(_set(accuracy=0.9), network="packed")),
+    ("next-token", "every next", _set(), _where(_set(max_error=0.1), network="distributions")),
+    ("next-token", "distributions", _set(), _set(parameters=10**5)),
+    *(
+        (
+            "next-token",
+            f"parameters for next tokens grow as contexts^{exponent:g}",
+            _power("parameters", "contexts", exponent),
+            _power("parameters", "contexts", 0.75),
+        )
+        for exponent in (1.0, 0.5)
+    ),
+    ("next-token", "training", _set(accuracy=1.0), _where(_set(accuracy=0.9), part="trained")),
+    *(
+        ("loops", claim + f" ({task})", good, bad)
+        for task in ("labels", "function")
+        for claim, good, bad in (
+            ("a loop is better than one layer", _only("4 loops"), _EQUAL),
+            ("a loop is as good as two layers", _EQUAL, _only("2 layers")),
+            ("scales of each loop help", _only("4 loops, table"), _only("2 loops")),
+        )
+    ),
+    ("polynomials", "the number", _set(), _where(_set(parameters=1), size=100)),
+    ("polynomials", "the error stays", _set(), _where(_set(error=1.0), depth=6)),
+    ("polynomials", "the error does not", _set(), _where(_set(error=1.0), size=1000)),
+    ("polynomials", "every tent map", _set(), _where(_set(error=0.1), part="depth")),
+    ("polynomials", "in fp32", _set(), _where(_set(error=1.0), dtype="fp32")),
+    *(
+        (
+            "scores",
+            f"rank 1 is as good as rank 3 ({task}, {score}",
+            _EQUAL,
+            _only(f"{score}, rank 3"),
+        )
+        for task in ("labels", "wave")
+        for score in ("dot", "gaussian")
+    ),
+    *(
+        ("scores", f"local averages need the rank of their space ({task}, {score}", good, bad)
+        for task, rank in (("smoothing, plane", 2), ("smoothing, space", 3))
+        for score in ("dot", "gaussian")
+        for good, bad in ((_only(f"{score}, rank {rank}"), _EQUAL),)
+    ),
+    *(
+        (
+            "scores",
+            f"Gaussian scores are better than dot products for local averages ({task}",
+            _only(f"gaussian, rank {rank}"),
+            _only(f"dot, rank {rank}"),
+        )
+        for task, rank in (("smoothing, plane", 2), ("smoothing, space", 3))
+    ),
 ]
 
 

@@ -21,9 +21,11 @@ def test_walk_prints_tables_and_draws_figures(tmp_path):
     # Under a minute on an idle machine; twice that leaves room for a busy one.
     assert time.monotonic() - start < 120
     figures = {p.stem for p in tmp_path.glob("*.png")}
-    assert figures == {"boltzmann", "contextual", "hardmax", "memorization", "approximation"}
+    first = {"boltzmann", "contextual", "hardmax", "memorization", "approximation"}
+    assert figures == first | {"packed", "next-token", "loops", "polynomials", "rank"}
     assert all(p.stat().st_size > 10_000 for p in tmp_path.iterdir())
-    for number, name in enumerate(("Boltzmann", "Rank-1", "Hardmax", "Memorization", "Universal")):
-        assert f"{number + 1}. " in done.stdout
+    names = ("Boltzmann", "Rank-1", "Hardmax", "Memorization", "Universal", "sqrt(N)")
+    for number, name in enumerate((*names, "Next tokens", "Looped", "polynomial", "Rank")):
+        assert f"\n{number + 1}. " in "\n" + done.stdout
         assert name in done.stdout
     assert "n=16 |V|=60 N=1000 d=16  16000" in done.stdout

@@ -1,4 +1,4 @@
-"""Ten experiments on one-layer rank-1 attention; `python -m boltzattn.experiments` runs them.
+"""Fifteen experiments on one-layer rank-1 attention; `python -m boltzattn.experiments` runs them.
 
 Each file asks one question, says what would refute the expected answer, measures, and judges the
 answer from the measured rows. Needs scipy, matplotlib and tqdm: `pip install
@@ -7,13 +7,18 @@ answer from the measured rows. Needs scipy, matplotlib and tqdm: `pip install
 
 from boltzattn.experiments import (
     approximate,
+    capacity,
     depth,
     duplicates,
     hardmax,
     long_sets,
+    loops,
     memorize,
+    next_token,
     no_quantizer,
+    polynomials,
     rank,
+    scores,
     temperature,
     theory_vs_practice,
 )
@@ -32,6 +37,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         rank,
         no_quantizer,
         long_sets,
+        capacity,
+        next_token,
+        loops,
+        polynomials,
+        scores,
     )
 }
 

@@ -27,7 +27,7 @@ def main() -> None:
         dest="size",
         action="store_const",
         const="quick",
-        help="the default; all ten take about 10 minutes of CPU time",
+        help="the default; all fifteen take about half an hour of CPU time",
     )
     size.add_argument(
         "--full", dest="size", action="store_const", const="full", help="larger sizes, hours"

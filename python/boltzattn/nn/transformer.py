@@ -17,6 +17,9 @@ HIDDEN_AT_ONCE = 1 << 19
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 FORMS = ("paper", "standard")
+TIMESTEP_ENCODINGS = ("table", "sinusoidal")
+# Sine and cosine of t, t/4, .. for timestep_encoding="sinusoidal".
+_FREQUENCIES = 4
 
 
 class FeedForward(nn.Module):
@@ -121,7 +124,7 @@ class OneLayerTransformer(nn.Module):
     """`FF2(SA(FF1(z)))`: a token-wise network, one attention layer, a token-wise network.
 
     The module is permutation equivariant: shuffling the tokens shuffles the output. There are no
-    positions and no causal mask; the input is a set.
+    positions; without `is_causal` the input is a set.
 
     `form="paper"` is the block of Kajitsuka & Sato (ICLR 2024), who prove that it is a universal
     approximator with a single rank-1 head:
@@ -135,6 +138,12 @@ class OneLayerTransformer(nn.Module):
     instead of ReLU, dropout, biases, and logits scaled by `1 / sqrt(rank)`. `in_dim` adds a linear
     map before the block, `out_dim` a LayerNorm and a linear map after it.
 
+    With `loops = k` attention and FF2 are applied k times with the same weights, as in the looped
+    transformers of Xu & Sato (ICML 2025): depth without further parameters. Weights that are the
+    same in every loop limit what loops can do, which `timestep_encoding` lifts: what attention and
+    FF2 add to a token in loop t is multiplied by scales of that loop, a number per coordinate.
+    They start at 1.
+
     Args:
         embed_dim: width of a token inside the block.
         form: "paper" or "standard".
@@ -145,6 +154,10 @@ class OneLayerTransformer(nn.Module):
         dropout: probability, for the output of every step (standard form only); attention weights
             are not dropped.
         learnable_temperature, score: as in `LowRankAttention` (standard form only).
+        loops: how often attention and FF2 are applied.
+        timestep_encoding: None for the same scales in every loop; "table" for free scales in each,
+            `2 * embed_dim` parameters a loop; "sinusoidal" for a linear function of sines and
+            cosines of t, with as many parameters for any number of loops.
         method, backend: as in `boltzattn.attention`.
 
     Example:
@@ -170,6 +183,8 @@ class OneLayerTransformer(nn.Module):
         dropout: float = 0.0,
         learnable_temperature: bool = False,
         score: str = "dot",
+        loops: int = 1,
+        timestep_encoding: str | None = None,
         method: str = "auto",
         backend: str = "auto",
         device: torch.device | str | None = None,
@@ -178,6 +193,13 @@ class OneLayerTransformer(nn.Module):
         super().__init__()
         if form not in FORMS:
             raise ValueError(f"form must be 'paper' or 'standard', got {form!r}")
+        if not (isinstance(loops, int) and loops >= 1):
+            raise ValueError(f"loops must be an integer of at least 1, got {loops!r}")
+        if timestep_encoding not in (None, *TIMESTEP_ENCODINGS):
+            raise ValueError(
+                f"timestep_encoding must be None, 'table' or 'sinusoidal', got "
+                f"{timestep_encoding!r}"
+            )
         paper = form == "paper"
         for name, given in (
             ("in_dim", in_dim),
@@ -191,7 +213,7 @@ class OneLayerTransformer(nn.Module):
                     f"{name}={given} is not part of the paper's block; use form='standard'"
                 )
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.form = form
+        self.form, self.loops, self.timestep_encoding = form, loops, timestep_encoding
         self.attention = LowRankAttention(
             embed_dim,
             num_heads,
@@ -221,9 +243,16 @@ class OneLayerTransformer(nn.Module):
             )
 
         self.in_proj = None if in_dim is None else nn.Linear(in_dim, embed_dim, **factory)
-        self.ff1 = network(ff1_hidden_dim)
+        self.ff1: nn.Module | None = network(ff1_hidden_dim)
         self.attention_norm = None if paper else nn.LayerNorm(embed_dim, **factory)
-        self.ff2 = network(ff2_hidden_dim)
+        self.ff2: nn.Module | None = network(ff2_hidden_dim)
+        self.loop_scales = None
+        self.loop_scale_weight = None
+        if timestep_encoding == "table":
+            self.loop_scales = nn.Parameter(torch.ones(loops, 2, embed_dim, **factory))
+        elif timestep_encoding == "sinusoidal":
+            shape = (2 * embed_dim, 2 * _FREQUENCIES)
+            self.loop_scale_weight = nn.Parameter(torch.zeros(shape, **factory))
         self.out_norm = None if out_dim is None else nn.LayerNorm(embed_dim, **factory)
         self.out_proj = None if out_dim is None else nn.Linear(embed_dim, out_dim, **factory)
 
@@ -236,8 +265,8 @@ class OneLayerTransformer(nn.Module):
         w_o: Tensor,
         *,
         num_heads: int = 1,
-        ff1: FeedForward | None = None,
-        ff2: FeedForward | None = None,
+        ff1: nn.Module | None = None,
+        ff2: nn.Module | None = None,
         method: str = "auto",
         backend: str = "auto",
     ) -> OneLayerTransformer:
@@ -247,7 +276,8 @@ class OneLayerTransformer(nn.Module):
             w_q, w_k: `[num_heads * rank, embed_dim]`, the heads stacked along the rows.
             w_v: `[num_heads * head_dim, embed_dim]`.
             w_o: `[embed_dim, num_heads * head_dim]`, the heads stacked along the columns.
-            ff1, ff2: `FeedForward.from_weights(...)`, or None to omit the network.
+            ff1, ff2: `FeedForward.from_weights(...)`, or any token-wise module, or None to omit
+                the network.
 
         The weights become `attention.q_proj_weight`, `k_proj_weight`, `v_proj_weight` and
         `attention.out_proj.weight`.
@@ -291,34 +321,55 @@ class OneLayerTransformer(nn.Module):
         model.ff1, model.ff2 = ff1, ff2
         return model
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         """Map `[..., n, in_dim or embed_dim]` to `[..., n, out_dim or embed_dim]`.
 
         Args:
             x: the tokens of one set or of a batch of sets.
             key_padding_mask: `[..., n]`, True where a token is padding: no other token attends to
                 it, and its own output is meaningless.
+            is_causal: token i attends to tokens 0..i.
         """
         z = x if self.in_proj is None else self.in_proj(x)
         if self.ff1 is not None:
             z = self.ff1(z)
-        z = z + self._attend(z, key_padding_mask)
-        if self.ff2 is not None:
-            z = self.ff2(z)
+        scales = self._scales(z)
+        for loop in range(self.loops):
+            added = self._attend(z, key_padding_mask, is_causal)
+            z = z + (added if scales is None else scales[loop, 0] * added)
+            if self.ff2 is None:
+                continue
+            after = self.ff2(z)
+            z = after if scales is None else z + scales[loop, 1] * (after - z)
         if self.out_proj is not None and self.out_norm is not None:
             z = self.out_proj(self.out_norm(z))
         return z
 
-    def _attend(self, z: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    def _scales(self, z: Tensor) -> Tensor | None:
+        """Factors `[loops, 2, embed_dim]` on what attention and FF2 add in each loop."""
+        if self.loop_scale_weight is None:
+            return self.loop_scales
+        t = torch.arange(self.loops, dtype=z.dtype, device=z.device)[:, None]
+        angles = t * 4.0 ** -torch.arange(_FREQUENCIES, dtype=z.dtype, device=z.device)
+        waves = torch.cat([angles.sin(), angles.cos()], -1)
+        return 1 + (waves @ self.loop_scale_weight.T).unflatten(-1, (2, -1))
+
+    def _attend(self, z: Tensor, key_padding_mask: Tensor | None, is_causal: bool) -> Tensor:
         seen = z if self.attention_norm is None else self.attention_norm(z)
         if z.ndim > 3:  # LowRankAttention has one batch axis, like nn.MultiheadAttention
             seen = seen.flatten(0, -3)
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask.flatten(0, -2)
-        return self.attention(seen, seen, seen, key_padding_mask)[0].reshape(z.shape)
+        mixed, _ = self.attention(seen, seen, seen, key_padding_mask, is_causal=is_causal)
+        return mixed.reshape(z.shape)
 
     def extra_repr(self) -> str:
-        return f"form={self.form!r}"
+        shown = f"form={self.form!r}"
+        if self.loops > 1 or self.timestep_encoding is not None:
+            shown += f", loops={self.loops}, timestep_encoding={self.timestep_encoding!r}"
+        return shown
 
 
 def _parameter(value: Tensor) -> nn.Parameter:

@@ -1,7 +1,8 @@
 """The theory of one-layer rank-1 attention as running code; `python -m boltzattn.theory` shows it.
 
 It follows Kajitsuka & Sato, "Are Transformers with One Layer Self-Attention Using Low-Rank Weight
-Matrices Universal Approximators?", ICLR 2024. Every construction is a `OneLayerTransformer` in the
+Matrices Universal Approximators?", ICLR 2024, and its follow-ups on optimal memorization, next
+tokens, loops and symmetric polynomials. Every construction is a `OneLayerTransformer` in the
 paper's form and is checked by evaluating it. Needs scipy: `pip install 'boltzattn[theory]'`.
 """
 
@@ -40,18 +41,41 @@ from boltzattn.theory.hardmax import (
     temperature_scan,
 )
 from boltzattn.theory.memorization import MemorizationReport, memorize
-from boltzattn.theory.separation import ResolutionWarning, Separation, separation
+from boltzattn.theory.next_token import (
+    NextTokenReport,
+    decoder_inputs,
+    empirical_distributions,
+    memorize_next,
+)
+from boltzattn.theory.packed import PackedReport, memorize_packed
+from boltzattn.theory.separation import (
+    ConflictError,
+    ResolutionError,
+    ResolutionWarning,
+    Separation,
+    separation,
+)
+from boltzattn.theory.symmetric import (
+    PolynomialReport,
+    evaluate_polynomial,
+    symmetric_polynomial,
+)
 
 __all__ = [
     "TARGETS",
     "ApproximationReport",
     "BoltzPair",
+    "ConflictError",
     "ContextualGap",
     "EquivarianceWarning",
     "Gap",
     "MemorizationReport",
+    "NextTokenReport",
+    "PackedReport",
     "Pair",
+    "PolynomialReport",
     "RankOneAttention",
+    "ResolutionError",
     "ResolutionWarning",
     "Separation",
     "add_positions",
@@ -62,19 +86,25 @@ __all__ = [
     "boltz_pair",
     "construct_attention",
     "contextual_gap",
+    "decoder_inputs",
     "decreasing_below",
+    "empirical_distributions",
+    "evaluate_polynomial",
     "hardmax",
     "hardmax_attention",
     "hardmax_counterexample",
     "log_separation_bound",
     "max_deficit",
     "memorize",
+    "memorize_next",
+    "memorize_packed",
     "prouhet_pair",
     "required_spacing",
     "rounding_network",
     "search_hardmax_weights",
     "separation",
     "shared_gaps",
+    "symmetric_polynomial",
     "symmetrised",
     "temperature_scan",
     "tempered_mean",

@@ -24,17 +24,23 @@ from boltzattn.theory.boltzmann import (
 )
 from boltzattn.theory.construction import construct_attention, evaluate
 from boltzattn.theory.hardmax import prouhet_pair, search_hardmax_weights, temperature_scan
+from boltzattn.theory.loops import looped_square
 from boltzattn.theory.memorization import memorize, random_task
+from boltzattn.theory.next_token import memorize_next
+from boltzattn.theory.packed import memorize_packed, random_sequences
 from boltzattn.theory.presentation import (
     BLUE,
     GREEN,
     GREY,
     ORANGE,
     RED,
+    STYLES,
     format_table,
     save_figure,
 )
+from boltzattn.theory.rank import id_gap
 from boltzattn.theory.separation import ResolutionWarning
+from boltzattn.theory.symmetric import Polynomial, evaluate_polynomial, symmetric_polynomial
 
 
 def main() -> None:
@@ -51,6 +57,11 @@ def main() -> None:
         "hardmax": show_hardmax,
         "memorization": show_memorization,
         "approximation": show_approximation,
+        "packed": show_packed,
+        "next-token": show_next_token,
+        "loops": show_loops,
+        "polynomials": show_polynomials,
+        "rank": show_rank,
     }
     for name, show in results.items():
         with warnings.catch_warnings():
@@ -275,6 +286,123 @@ def show_approximation(figure: Any) -> None:
     left.set_title("Lipschitz f: slope -1")
     right.set_title("Controls")
     _table(("f", "ids", "grid:error", "last slope"), rows)
+
+
+def show_packed(figure: Any) -> None:
+    print("6. Memorization with about sqrt(N) parameters: labels of one bit, in packed words")
+    rows = []
+    sizes = {"breakpoints": (104, 304, 1000, 3000), "packed": (100, 300, 1000, 3000, 10_000)}
+    sizes["looped"] = (100, 300, 1000, 3000)
+    axis = figure.subplots()
+    for (kind, counts), style in zip(sizes.items(), STYLES, strict=False):
+        found = []
+        for count in counts:
+            if kind == "breakpoints":
+                x, y = random_task(8, 64, count // 8, 4, classes=2)
+                report: Any = memorize(x, y).report
+                ids, words = report.ids, ""
+            else:
+                x, y = random_sequences(8, 64, count, 4)
+                report = memorize_packed(x, y, tied=kind == "looped").report
+                code = report.code
+                ids, words = code.ids, f"{code.groups} x {code.words} x {code.word_bits} bits"
+            right = f"{100 * report.accuracy:.4g}%"
+            rows.append((kind, ids, report.parameters, f"{ids / 64:.0f}", words, right))
+            found.append((ids, report.parameters))
+        axis.loglog(*zip(*found, strict=True), **style, label=kind)
+    header = ("network", "labels", "parameters", "N / 64", "groups x words", "correct in fp64")
+    _table(header, rows)
+    n = np.geomspace(100, 10_000, 20)
+    axis.loglog(n, n**0.5, "-", color=GREY, linewidth=1, label=r"$\sqrt{N}$")
+    axis.loglog(n, n / 64, ":", color=GREY, linewidth=1, label="N / 64")
+    axis.set(xlabel="labels N", ylabel="nonzero parameters", title="Parameters to memorize N bits")
+    axis.legend()
+
+
+def show_next_token(figure: Any) -> None:
+    print("7. Next tokens of one document of 8 tokens, by a causal rank-1 head on the scan")
+    rows = []
+    axis = figure.subplots()
+    for network, style in zip(("linear", "packed", "looped"), STYLES, strict=False):
+        found = []
+        for length in (100, 300, 1000, 3000):
+            tokens = torch.randint(8, (1, length), generator=_generator())
+            embedding = torch.randn(9, 8, dtype=torch.float64, generator=_generator())
+            report = memorize_next(tokens, embedding, network=network).report
+            gap, right = f"{report.relative_gap:.1e}", f"{100 * report.accuracy:.4g}%"
+            rows.append((network, report.contexts, gap, report.parameters, right))
+            found.append((report.parameters, report.contexts))
+        axis.loglog(*zip(*found, strict=True), **style, label=network)
+    _table(("network", "contexts", "gap", "parameters", "correct"), rows)
+    axis.set(xlabel="parameters", ylabel="next tokens memorized", title="Capacity of a decoder")
+    axis.legend()
+
+
+def show_loops(figure: Any) -> None:
+    print("8. Looped layers: the square of a number, a series of tent maps")
+    y = torch.linspace(0, 1, 1001, dtype=torch.float64)[:, None].expand(1001, 2)
+    counts = (1, 2, 4, 8, 12, 16, 20)
+    axis = figure.subplots()
+    errors = {}
+    for encoding, style in (("table", STYLES[0]), (None, STYLES[3])):
+        with torch.no_grad():
+            outputs = [looped_square(k, encoding)(y)[:, 1] for k in counts]
+        errors[encoding] = [float((out - y[:, 0] ** 2).abs().max()) for out in outputs]
+        label = "scales 4^-l in loop l" if encoding else "the same scales in every loop"
+        axis.semilogy(counts, errors[encoding], **style, label=label)
+    _table(
+        ("loops", "error with scales", "4^-(loops + 1)", "error without scales"),
+        [
+            (k, f"{e:.1e}", f"{4.0 ** -(k + 1):.1e}", f"{same:.2g}")
+            for k, e, same in zip(counts, errors["table"], errors[None], strict=True)
+        ],
+    )
+    axis.set(xlabel="loops", ylabel="largest error", title="Two neurons, the same in every loop")
+    axis.legend()
+
+
+def show_polynomials(figure: Any) -> None:
+    print("9. A symmetric polynomial, the variance, of sets of any size")
+    variance: Polynomial = {((2,),): 1.0, ((1,), (1,)): -1.0}
+    model = symmetric_polynomial(variance, d=1, depth=10)
+    rows, sizes, errors = [], (10, 1000, 100_000, 1_000_000), []
+    for n in sizes:
+        x = torch.rand(n, 1, dtype=torch.float64, generator=_generator())
+        with torch.no_grad():
+            errors.append(_worst(model(x)[:, 0] - evaluate_polynomial(variance, x)))
+        bound = f"{model.report.error_bound:.1e}"
+        rows.append((f"{n:,}", model.report.parameters, errors[-1], bound))
+    _table(("elements", "parameters", "error", "bound"), rows)
+    axis = figure.subplots()
+    axis.loglog(sizes, [float(e) for e in errors], **STYLES[0], label="error")
+    axis.axhline(model.report.error_bound, color=GREY, linestyle="--", linewidth=1, label="bound")
+    axis.set(xlabel="elements of the set", ylabel="largest error")
+    axis.set_title(f"The variance with {model.report.parameters} parameters")
+    axis.legend()
+
+
+def show_rank(figure: Any) -> None:
+    print("10. Rank and kind of the scores: smallest gap between context ids, of the range")
+    rows = []
+    axis = figure.subplots()
+    sizes = ((3, 6, 20, 4), (4, 12, 100, 8), (6, 20, 200, 16))
+    data = [_distinct(random_task(*size)[0]) for size in sizes]
+    styles = iter(STYLES)
+    for score in ("dot", "gaussian"):
+        for rank in (1, 2, 3):
+            gaps = [id_gap(x, score, rank) for x in data]
+            rows.append((f"{score}, rank {rank}", *(f"{gap:.1e}" for gap in gaps)))
+            ids = [x.shape[0] * x.shape[1] for x in data]
+            axis.loglog(ids, gaps, **next(styles), label=f"{score}, rank {rank}")
+    _table(("scores", *(f"{x.shape[0] * x.shape[1]} ids" for x in data)), rows)
+    axis.set(xlabel="context ids", ylabel="smallest gap / range", title="The rank does not matter")
+    axis.legend()
+
+
+def _distinct(x: torch.Tensor) -> torch.Tensor:
+    """The sequences of `x` without those that hold the same tokens as an earlier one."""
+    sums = np.sort(x[..., 0].numpy(), 1)
+    return x[np.sort(np.unique(sums, axis=0, return_index=True)[1])]
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -15,14 +15,14 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from boltzattn.nn import FeedForward, OneLayerTransformer
+from boltzattn.nn import OneLayerTransformer
 from boltzattn.theory import direction
 from boltzattn.theory.boltzmann import boltz_gap, log_separation_bound, required_spacing
 from boltzattn.theory.contextual import SAFETY, ContextualGap, contextual_gap
@@ -76,7 +76,7 @@ class RankOneAttention:
         return 4 * sum(self.w_q.shape)
 
     def module(
-        self, ff1: FeedForward | None = None, ff2: FeedForward | None = None
+        self, ff1: nn.Module | None = None, ff2: nn.Module | None = None
     ) -> OneLayerTransformer:
         """The paper's block with these weights; without networks it is the attention alone.
 
@@ -162,11 +162,8 @@ def construct_attention(
         promise = _log_promise(found, unit, beta, size, scale) / math.log(10)
 
     o, u = size * unit, np.full(head_size, head_size**-0.5)
-    w_q, w_k, w_o = (
-        torch.from_numpy(np.outer(left, right)).to(dtype)
-        for left, right in ((beta * u, unit), (u, unit), (o, u))
-    )
-    module = OneLayerTransformer.from_weights(w_q, w_k, w_k, w_o, method="direct")
+    w_q, w_k, w_v, w_o = rank_one_weights(unit, beta, o, u, dtype)
+    module = OneLayerTransformer.from_weights(w_q, w_k, w_v, w_o, method="direct")
     mode = "proportion" if found.proportional else "multiset"
     measured = _measure(module, batch, found, mode, rng)
     if scale == "practical":
@@ -183,7 +180,7 @@ def construct_attention(
         o=torch.from_numpy(o),
         w_q=w_q,
         w_k=w_k,
-        w_v=w_k,
+        w_v=w_v,
         w_o=w_o,
         separation=found,
         promised_r=found.r_max + size * found.r_max,
@@ -379,20 +376,73 @@ def _search(
         units = direction.random_directions(vocabulary, _DIRECTIONS, rng)
     _, first = np.unique(contexts(found.tokens, "proportion"), return_index=True)
     groups = _by_length([found.tokens[i] for i in first])
+    return search_head(vocabulary, units, lambda along, beta: _pooled(along, groups, beta))
+
+
+def search_head(
+    vocabulary: np.ndarray,
+    units: np.ndarray,
+    pooled_at: Callable[[np.ndarray, float], tuple[np.ndarray, np.ndarray]],
+    every: int = 1,
+) -> tuple[np.ndarray, float, float]:
+    """The `(v, beta, |o|)` whose smallest gap along `v`, relative to the range, is largest.
+
+    Args:
+        vocabulary: `[|V|, d]`.
+        units: directions to try, `[count, d]`.
+        pooled_at: from the projections `[|V|]` of the vocabulary and beta to `P_q` and `c_q` of
+            all ids, two flat arrays.
+        every: try only every so many of the temperatures and of the output scales.
+
+    Example:
+        >>> def means(positions, beta):
+        ...     return positions, np.array([0.0, 1.0])
+        >>> search_head(np.ones((2, 1)), np.ones((1, 1)), means)[1]
+        0.0
+    """
     best, choice = -1.0, (units[0], 0.0, 1.0)
     for unit in units:
         positions = vocabulary @ unit
         reach = float(np.abs(positions).max()) * float(np.ptp(positions) or 1.0) or 1.0
-        for temperature in _TEMPERATURES:
+        for temperature in _TEMPERATURES[::every]:
             beta = temperature / reach
-            query, pooled = _pooled(positions, groups, beta)
+            query, pooled = pooled_at(positions, beta)
             stretch = float(np.ptp(query) / (np.ptp(pooled) or 1.0)) or 1.0
-            for size in _OUTPUT_SCALES * stretch:
+            for size in _OUTPUT_SCALES[::every] * stretch:
                 ids = np.sort(query + size * pooled)
                 gap = float(np.diff(ids).min(initial=np.inf) / (ids[-1] - ids[0] or 1.0))
                 if gap > best:
                     best, choice = gap, (unit, beta, float(size))
     return choice
+
+
+def pooled_tokens(query: np.ndarray, along: np.ndarray, beta: float) -> np.ndarray:
+    """`c_q` of one token per sequence, from its projection `[N]` and those of all `[N, n]`.
+
+    Example:
+        >>> pooled_tokens(np.array([1.0]), np.array([[1.0, 3.0]]), beta=0.0)
+        array([2.])
+    """
+    scores = beta * query[:, None] * along
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    return (weights * along).sum(1) / weights.sum(1)
+
+
+def rank_one_weights(
+    unit: np.ndarray, beta: float, o: np.ndarray, u: np.ndarray, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`W_Q = beta u v^T`, `W_K = W_V = u v^T` and `W_O = o u^T`.
+
+    Example:
+        >>> one = np.ones(1)
+        >>> [float(w) for w in rank_one_weights(one, 3.0, 2 * one, one, torch.float64)]
+        [3.0, 1.0, 1.0, 2.0]
+    """
+    w_q, w_k, w_o = (
+        torch.from_numpy(np.outer(left, right)).to(dtype)
+        for left, right in ((beta * u, unit), (u, unit), (o, u))
+    )
+    return w_q, w_k, w_k, w_o
 
 
 def _by_length(tokens: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from boltzattn.nn import FeedForward, OneLayerTransformer
 from boltzattn.theory.construction import RankOneAttention, construct_attention, evaluate
 from boltzattn.theory.contextual import SAFETY
-from boltzattn.theory.separation import Batch, contexts
+from boltzattn.theory.separation import Batch, ConflictError, ResolutionError, contexts
 
 FORMS = ("linear", "plateau")
 
@@ -91,8 +91,8 @@ def memorize(
         others are 0. Its `report` is a `MemorizationReport`.
 
     Raises:
-        ValueError: if one token in one context has two labels (they are listed), or if the ids
-            are too close for `dtype` (the gap and the noise are given).
+        ConflictError: if one token in one context has two labels (they are listed).
+        ResolutionError: if the ids are too close for `dtype` (the gap and the noise are given).
 
     Example:
         >>> x = torch.randn(6, 2)[torch.tensor([[0, 1, 2], [0, 1, 3], [4, 4, 5]])].double()
@@ -118,7 +118,7 @@ def memorize(
     gap = float(np.diff(positions).min()) if len(positions) > 1 else math.inf
     noise = max(noise, head.measured.noise, torch.finfo(dtype).eps * np.abs(positions).max())
     if gap <= SAFETY * noise:
-        raise ValueError(
+        raise ResolutionError(
             f"sequences cannot be memorized in {dtype} with scale={scale!r}: the closest of "
             f"{len(positions)} context ids are {gap:.3g} apart (relative {gap / extent:.3g}), not "
             f"above {SAFETY:g} times their noise of {noise:.2g}. "
@@ -290,7 +290,7 @@ def _check_conflicts(
         if head.separation.proportional
         else ""
     )
-    raise ValueError(
+    raise ConflictError(
         f"labels must be a function of token and context, got {len(wrong)} conflicts: "
         + "; ".join(shown)
         + more

@@ -23,6 +23,14 @@ class ResolutionWarning(UserWarning):
     """A distance or gap is too small for the arithmetic; the message says how small."""
 
 
+class ResolutionError(ValueError):
+    """A construction needs more digits than the arithmetic has; the message says how many."""
+
+
+class ConflictError(ValueError):
+    """Labels differ where no construction can tell the inputs apart; the message lists them."""
+
+
 @dataclass(frozen=True)
 class Separation:
     """The report of `separation`.
