@@ -243,7 +243,7 @@ def test_ranks_of_layers_changed_in_place() -> None:
     assert again[0].boltzattn_ranks == ranks
     fresh = nn.Sequential(Separate())
     fresh.load_state_dict(model.state_dict())
-    convert(fresh, kept=1.0)  # finds the ranks of a converted checkpoint
+    convert(fresh, kept=1.0, per="head")  # finds the ranks of a converted checkpoint
     assert fresh[0].boltzattn_ranks == ranks
     torch.testing.assert_close(fresh(x), model(x), **ROUNDING)
 

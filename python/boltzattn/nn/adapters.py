@@ -91,13 +91,15 @@ def linears(name: str, query: str, key: str, num_heads: str) -> Adapter:
         return has_heads and all(isinstance(part, nn.Module) for part in parts)
 
     def why_not(layer: nn.Module) -> str | None:
+        if (reason := _between(layer)) is not None:
+            return reason
         for part in (query, key):
             module = getattr(layer, part)
             if type(module) is not nn.Linear:
                 return f"{part} is a {type(module).__name__}, not an nn.Linear"
         if getattr(layer, query).out_features != getattr(layer, key).out_features:
             return "key heads serve groups of query heads (GQA), which low-rank heads cannot share"
-        return _between(layer)
+        return None
 
     return Adapter(
         name,
