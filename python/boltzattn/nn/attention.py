@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from boltzattn import distributed
 from boltzattn.compose.streaming import StreamingAttention
@@ -218,7 +219,8 @@ class LowRankAttention(nn.Module):
         self.k_proj_weight = nn.Parameter(torch.empty(widths[1], self.kdim, **factory))
         self.v_proj_weight = nn.Parameter(torch.empty(widths[2], self.vdim, **factory))
         self.in_proj_bias = nn.Parameter(torch.empty(sum(widths), **factory)) if bias else None
-        self.out_proj = nn.Linear(widths[2], embed_dim, bias=bias, **factory)
+        # Quantization must leave it alone: its weight is part of one operator.
+        self.out_proj = NonDynamicallyQuantizableLinear(widths[2], embed_dim, bias=bias, **factory)
         self.log_temperature = (
             nn.Parameter(torch.empty(num_heads, **factory)) if learnable_temperature else None
         )
