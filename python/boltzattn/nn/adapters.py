@@ -78,7 +78,8 @@ def linears(name: str, query: str, key: str, num_heads: str) -> Adapter:
 
     Example:
         >>> mine = linears("my attention", query="to_q", key="to_k", num_heads="heads")
-        >>> report = convert(model, rank=4, adapters=(*ADAPTERS, mine))
+        >>> print(boltzattn.nn.convert(torch.nn.Linear(3, 3), rank=4, adapters=(mine,)))
+        no attention layer found; looked for nn.MultiheadAttention; my attention
     """
 
     def count(layer: Any) -> int:
