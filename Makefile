@@ -5,6 +5,7 @@
 # make fuzz-operators   wrong calls of all operators under AddressSanitizer; calls=20000
 # make arm64   the same kernels for ARM64, under emulation
 # make fuzz   random calls against extended precision: minutes=5, seed=<the first>
+# make test-transformers   attn_implementation="boltzattn" with the oldest and the newest transformers
 # make venv, lint, format, test-full: see below
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +19,7 @@ export TORCH_CUDA_ARCH_LIST ?= 8.0+PTX
 # In no extension, but formatted with the rest.
 SANITIZER := $(wildcard tests/sanitize/*.cpp)
 
-.PHONY: bench bench-full micro test test-full fuzz fuzz-operators sanitize arm64 lint format venv clean
+.PHONY: bench bench-full micro test test-full test-transformers fuzz fuzz-operators sanitize arm64 lint format venv clean
 
 bench: venv
 	$(BIN)/python -m bench
@@ -43,9 +44,23 @@ test: venv
 	$(PYTEST) -m "not full"
 	$(INTERPRETED) -m "not full"
 
-test-full: venv
+test-full: venv test-transformers
 	$(PYTEST)
 	$(INTERPRETED)
+
+# The ends of the range in pyproject.toml, each in an environment that sees the packages of .venv.
+TRANSFORMERS := 5.0.0 5.23.0
+test-transformers: $(TRANSFORMERS:%=build/transformers-%/.installed)
+	for version in $(TRANSFORMERS); do \
+		OMP_NUM_THREADS=1 PYTHONPATH=python build/transformers-$$version/bin/python -m pytest -q tests/integrations || exit 1; \
+	done
+
+build/transformers-%/.installed: $(VENV)/.built
+	$(PYTHON) -m venv build/transformers-$*
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+		> $$(build/transformers-$*/bin/python -c "import site; print(site.getsitepackages()[0])")/built.pth
+	build/transformers-$*/bin/pip install --quiet transformers==$*
+	@touch $@
 
 # Goes on after the seeds of earlier runs, unless a seed is given; counts are in fuzz-output.
 minutes ?= 5

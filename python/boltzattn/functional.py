@@ -89,6 +89,9 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention, `out_i = sum_j softmax_j(scale * q_i . k_j) v_j`.
 
+    Masks: True in `attn_mask` = may attend (as in SDPA); True in `key_padding_mask` = ignore (as
+    in nn.MultiheadAttention). A mask that hides every key of a sequence warns once.
+
     Arguments and their order are those of `torch.nn.functional.scaled_dot_product_attention`;
     the rank of the QK product and the width of the values are independent of each other.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -61,3 +63,19 @@ def test_draws(name: str, options: list[str], tmp_path: Path, monkeypatch, capsy
     load(name).main()
     assert to.read_bytes().startswith(b"\x89PNG")
     assert str(to) in capsys.readouterr().out
+
+
+def test_the_extra_brings_what_examples_import() -> None:
+    root = EXAMPLES.parent
+    extra = re.search(r"^examples = \[(.*)\]$", (root / "pyproject.toml").read_text(), re.MULTILINE)
+    brought = {re.split(r"[<>=]", name)[0].replace("-", "_") for name in eval(f"[{extra[1]}]")}
+    brought |= {"torch", "boltzattn", "numpy"} | sys.stdlib_module_names
+    for path in EXAMPLES.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            for name in names:
+                assert name.partition(".")[0] in brought, f"{path.name} imports {name}"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from boltzattn.nn import LowRankAttention, convert
-from boltzattn.nn.approximation import truncate
+from boltzattn.nn.approximation import Approximation, Form, decompose, truncate
 from torch import Tensor, nn
 
 EMBED, HEADS = 24, 3
@@ -82,7 +82,10 @@ def test_nearest_bilinear_form(bias: bool, rank: int) -> None:
 def test_kept_is_the_share_of_the_variance_of_the_logits() -> None:
     """What `kept` claims, measured: 1 - E[(new - old)^2] / E[old^2] on white inputs."""
     w_q, w_k = torch.randn(2, HEADS * HEAD_DIM, EMBED, dtype=torch.float64).unbind()
-    new_q, _, new_k, report = truncate(w_q, None, w_k, HEADS, rank=3)
+    form = Form.of(w_q, None, w_k, HEADS, HEAD_DIM**-0.5)
+    found = decompose(form)
+    new_q, _, new_k = truncate(form, found, (3,) * HEADS, scale=3**-0.5)
+    report = Approximation(3, found.spectrum)
     x, y = torch.randn(2, 20000, EMBED, dtype=torch.float64).unbind()
 
     def logits(q: Tensor, k: Tensor, rank: int) -> Tensor:
@@ -201,7 +204,9 @@ def test_convert_at_full_rank_changes_nothing(wrap: Callable[[Tensor], object]) 
 def test_convert_without_batch_or_layers() -> None:
     report = convert(nn.Linear(3, 3), rank=1)
     assert (report.replaced, report.skipped, report.change) == ({}, {}, None)
-    assert str(report) == "no nn.MultiheadAttention found"
+    text = str(report)
+    assert text.startswith("no attention layer found; looked for nn.MultiheadAttention; ")
+    assert "c_attn of Conv1D (GPT-2)" in text
 
 
 def test_convert_leaves_subclasses_alone() -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from boltzattn import distributed
 from boltzattn.compose.streaming import StreamingAttention
 from boltzattn.dispatch.preference import preferred
 from boltzattn.dispatch.torch_modes import without_autocast
 from boltzattn.functional import Projections, attend_layer, attention, attention_varlen
-from boltzattn.nn.approximation import Approximation, truncate
+from boltzattn.nn.approximation import Approximation, Decomposition, Form, decompose, truncate
 from boltzattn.nn.inputs import check_inputs, check_jagged, check_mask, jagged
 from boltzattn.problem import Problem, accumulate_dtype, default_scale
 from boltzattn.reference.direct import weights
@@ -43,6 +44,21 @@ class _DeclineFastPath:
 
 
 _DECLINE_FAST_PATH = _DeclineFastPath()
+
+
+def _multihead_weights(mha: nn.MultiheadAttention) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights of query, key and value, `[embed_dim, width]` each."""
+    if mha.in_proj_weight is not None:
+        w_q, w_k, w_v = mha.in_proj_weight.chunk(3)
+        return w_q, w_k, w_v
+    return mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight
+
+
+def multihead_form(mha: nn.MultiheadAttention) -> Form:
+    """What the logits of an nn.MultiheadAttention are made of."""
+    w_q, w_k, _ = _multihead_weights(mha)
+    b_q = None if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)[0]
+    return Form.of(w_q, b_q, w_k, mha.num_heads, default_scale(mha.head_dim, "dot"))
 
 
 class LowRankAttention(nn.Module):
@@ -203,7 +219,8 @@ class LowRankAttention(nn.Module):
         self.k_proj_weight = nn.Parameter(torch.empty(widths[1], self.kdim, **factory))
         self.v_proj_weight = nn.Parameter(torch.empty(widths[2], self.vdim, **factory))
         self.in_proj_bias = nn.Parameter(torch.empty(sum(widths), **factory)) if bias else None
-        self.out_proj = nn.Linear(widths[2], embed_dim, bias=bias, **factory)
+        # Quantization must leave it alone: its weight is part of one operator.
+        self.out_proj = NonDynamicallyQuantizableLinear(widths[2], embed_dim, bias=bias, **factory)
         self.log_temperature = (
             nn.Parameter(torch.empty(num_heads, **factory)) if learnable_temperature else None
         )
@@ -255,7 +272,7 @@ class LowRankAttention(nn.Module):
         """The layer nearest to `mha` among those whose heads have this rank.
 
         Values and output projection are kept; each head's bilinear form is replaced by its best
-        approximation of rank `rank` (see `boltzattn.nn.approximation.truncate`). The result is
+        approximation of rank `rank` (see `boltzattn.nn.approximation`). The result is
         exact to rounding for `rank >= mha.head_dim`. What was kept is in `.approximation`.
 
         Example:
@@ -265,10 +282,32 @@ class LowRankAttention(nn.Module):
         """
         if not isinstance(mha, nn.MultiheadAttention):
             raise TypeError(f"mha must be an nn.MultiheadAttention, got {type(mha).__name__}")
-        if mha.in_proj_weight is not None:
-            w_q, w_k, w_v = mha.in_proj_weight.chunk(3)
-        else:
-            w_q, w_k, w_v = mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight
+        form = multihead_form(mha)
+        return cls._from_decomposition(
+            mha,
+            form,
+            decompose(form),
+            (rank,) * mha.num_heads,
+            on_data=False,
+            method=method,
+            backend=backend,
+        )
+
+    @classmethod
+    def _from_decomposition(
+        cls,
+        mha: nn.MultiheadAttention,
+        form: Form,
+        decomposition: Decomposition,
+        ranks: tuple[int, ...],
+        *,
+        on_data: bool,
+        method: str,
+        backend: str,
+    ) -> LowRankAttention:
+        """The layer with these heads and the values and output projection of `mha`."""
+        rank = max(ranks)
+        w_v = _multihead_weights(mha)[2]
         layer = cls(
             mha.embed_dim,
             mha.num_heads,
@@ -279,30 +318,31 @@ class LowRankAttention(nn.Module):
             kdim=mha.kdim,
             vdim=mha.vdim,
             batch_first=mha.batch_first,
-            device=w_q.device,
-            dtype=w_q.dtype,
+            device=w_v.device,
+            dtype=w_v.dtype,
             rank=rank,
             method=method,
             backend=backend,
         )
-        b_q = b_v = None
-        if mha.in_proj_bias is not None:
-            b_q, _, b_v = mha.in_proj_bias.chunk(3)
-        new_q, new_b, new_k, layer.approximation = truncate(w_q, b_q, w_k, mha.num_heads, rank)
+        new_q, new_b, new_k = truncate(form, decomposition, ranks, default_scale(rank, "dot"))
+        spectrum = decomposition.spectrum.cpu()
+        layer.approximation = Approximation(rank, spectrum, ranks, on_data)
         with torch.no_grad():
             per_head = (mha.num_heads, rank)
             width = new_q.shape[1]
-            # Coordinates beyond the form's own rank: a zero query makes them vanish, and the
-            # keys stay as drawn so that they can be learnt.
+            # Coordinates beyond the rank of a head: a zero query makes them vanish, and the keys
+            # stay as drawn so that they can be learnt.
             layer.q_proj_weight.zero_().unflatten(0, per_head)[:, :width] = new_q
-            layer.k_proj_weight.unflatten(0, per_head)[:, :width] = new_k
+            keys = layer.k_proj_weight.unflatten(0, per_head)
+            for head, own in enumerate(ranks):
+                keys[head, : min(own, width)] = new_k[head, :own].to(keys.dtype)
             layer.v_proj_weight.copy_(w_v)
             layer.out_proj.weight.copy_(mha.out_proj.weight)
             if layer.in_proj_bias is not None:
                 to_q, to_k, to_v = layer.in_proj_bias.split(layer._widths)
                 to_q.zero_().unflatten(0, per_head)[:, :width] = new_b
                 to_k.zero_()
-                to_v.copy_(b_v)
+                to_v.copy_(mha.in_proj_bias.chunk(3)[2])
                 layer.out_proj.bias.copy_(mha.out_proj.bias)
         return layer.train(mha.training)
 

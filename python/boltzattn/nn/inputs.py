@@ -23,6 +23,12 @@ def check_inputs(
     autocast = autocast_dtype(weight.device.type) is not None
     layout = "[batch, n, width]" if batch_first else "[n, batch, width]"
     for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
+        if isinstance(x, torch.fx.Proxy):
+            raise TypeError(
+                f"{name} is a torch.fx.Proxy: fx.symbolic_trace cannot trace this layer, whose "
+                "call depends on shapes and dtypes; use torch.export.export, or a Tracer whose "
+                "is_leaf_module keeps the layer whole"
+            )
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.is_nested:

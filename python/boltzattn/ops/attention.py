@@ -13,6 +13,7 @@ from boltzattn.dispatch import plan
 from boltzattn.dispatch.backends import Request
 from boltzattn.dispatch.preference import react_to_quadratic
 from boltzattn.dispatch.torch_modes import forward_mode_active, full_precision, without_autocast
+from boltzattn.ops import hidden_sequences
 from boltzattn.ops.operator import (
     Operator,
     batched,
@@ -40,6 +41,8 @@ def _forward(problem: Problem, choice: Choice) -> Saved:
         reason = plan.quadratic_reason(request, choice)
         if reason is not None:
             react_to_quadratic(reason)
+    if problem.key_mask is not None or problem.attn_mask is not None:
+        hidden_sequences.notice(problem.attn_mask, problem.key_mask)
     kernels = plan.choose(request, choice).kernels
     with without_autocast(request.device):
         return kernels.forward(problem)

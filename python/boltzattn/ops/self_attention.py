@@ -13,7 +13,7 @@ from torch import Tensor
 
 from boltzattn.dispatch import plan
 from boltzattn.dispatch.torch_modes import without_autocast
-from boltzattn.ops import layer
+from boltzattn.ops import hidden_sequences, layer
 from boltzattn.ops.attention import attend
 from boltzattn.ops.operator import Operator, batched, library, save, saved
 from boltzattn.problem import (
@@ -30,6 +30,8 @@ from boltzattn.problem import (
 
 
 def _forward(problem: SelfAttentionProblem, choice: Choice, keep: Keep) -> SelfAttentionResults:
+    if problem.key_mask is not None:
+        hidden_sequences.notice(None, problem.key_mask)
     request = plan.LayerRequest.of(problem, keep.keep)
     with without_autocast(request.device):
         way = plan.choose_layer(request, choice)

@@ -1,0 +1,1 @@
+"""boltzattn inside other libraries; each module imports its library when it is first used."""
