@@ -20,7 +20,7 @@ export TORCH_CUDA_ARCH_LIST ?= 8.0+PTX
 # In no extension, but formatted with the rest.
 SANITIZER := $(wildcard tests/sanitize/*.cpp)
 
-.PHONY: bench bench-full micro test test-full fuzz fuzz-operators sanitize arm64 lint format venv wheel clean
+.PHONY: bench bench-full micro test test-full fuzz fuzz-operators sanitize arm64 lint format venv wheel wheel-cuda clean
 
 bench: venv
 	$(BIN)/python -m bench
@@ -138,5 +138,14 @@ wheel: venv $(VENV)/.tools
 		--exclude 'libtorch*' --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python tools/wheel_matrix.py dist/*.whl --document docs/support.md
 
+# The CUDA kernels are compiled for all architectures of setup.py. The runtime that is linked in keeps
+# this wheel at the glibc of the machine.
+wheel-cuda: venv $(VENV)/.tools
+	rm -rf build/wheel-cuda dist-cuda
+	TORCH_CUDA_ARCH_LIST= BOLTZATTN_CUDA=1 DIST_EXTRA_CONFIG=$(CURDIR)/tools/cu130.cfg \
+		$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel-cuda .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' \
+		--wheel-dir dist-cuda build/wheel-cuda/*.whl
+
 clean:
-	rm -rf $(VENV) build dist python/*.egg-info python/boltzattn/*.so python/boltzattn/*.record
+	rm -rf $(VENV) build dist dist-cuda python/*.egg-info python/boltzattn/*.so python/boltzattn/*.record

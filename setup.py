@@ -348,7 +348,9 @@ class Build(build_ext):
         folder = OBJECTS / target.file.partition(".")[0]
         library = build_target(target, folder, self.destination)
         if target.file in (CPU_LIBRARY, CUDA_LIBRARY):
-            write_build_record(library, self.distribution.get_version(), self.torch)
+            # Without the part that tells a wheel with CUDA kernels from one without (+cu130).
+            version = self.distribution.get_version().partition("+")[0]
+            write_build_record(library, version, self.torch)
 
     def build_cuda(self, headers: Path, toolkit: Path) -> bool:
         try:
