@@ -80,7 +80,8 @@ def test_no_numpy_is_needed() -> None:
         for method in boltzattn.METHODS:
             for backend in ("cpu", "reference"):
                 query = torch.randn(2, 50, 1, requires_grad=True)
-                boltzattn.attention(query, query, query, method=method, backend=backend).sum().backward()
+                out = boltzattn.attention(query, query, query, method=method, backend=backend)
+                out.sum().backward()
         layer = boltzattn.nn.LowRankAttention(16, 2, rank=1)
         x = torch.randn(9, 2, 16)
         layer(x, x, x)[0].sum().backward()
