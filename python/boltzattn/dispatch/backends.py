@@ -157,7 +157,7 @@ FEATURES = {
 
 
 def _triton_module(name: str) -> Any:
-    return importlib.import_module(f"boltzattn.triton_kernels.{name}")
+    return importlib.import_module(f"..triton_kernels.{name}", __package__)
 
 
 def _triton(name: str, kind: type) -> Any:

@@ -13,10 +13,7 @@ import torch
 from boltzattn._version import __version__
 from boltzattn.dispatch import native
 from boltzattn.dispatch.library import Library, record_of
-
-PACKAGE = Path(__file__).parents[1]
-CPU_LIBRARY = PACKAGE / "libboltzattn.so"
-CUDA_LIBRARY = PACKAGE / "libboltzattn_cuda.so"
+from boltzattn.dispatch.names import CPU_LIBRARY, CUDA_LIBRARY, NAMESPACE
 
 
 @lru_cache(maxsize=1)
@@ -105,8 +102,8 @@ def check_file(library: Path) -> None:
 def check_operators(backend: str) -> None:
     """Raise ImportError unless the loaded library has the operators that `native` calls."""
     for name, arguments in native.OPERATORS[backend].items():
-        operator = getattr(torch.ops.boltzattn, name, None)
+        operator = getattr(getattr(torch.ops, NAMESPACE), name, None)
         found = "" if operator is None else str(operator.default._schema)
-        if not found.startswith(f"boltzattn::{name}({arguments}"):
+        if not found.startswith(f"{NAMESPACE}::{name}({arguments}"):
             have = "lacks" if operator is None else "has other arguments for"
             raise ImportError(f"it {have} the operator {name}: it was built from other sources")

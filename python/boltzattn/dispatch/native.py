@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from boltzattn.dispatch.library import interruptible
+from boltzattn.dispatch.names import NAMESPACE
 from boltzattn.problem import (
     Gradients,
     Keep,
@@ -91,7 +92,7 @@ class _Operators:
     """torch.ops.boltzattn.<name>, one by one and interruptible."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        operator = interruptible(getattr(torch.ops.boltzattn, name).default)
+        operator = interruptible(getattr(getattr(torch.ops, NAMESPACE), name).default)
         setattr(self, name, operator)  # so that this is asked once
         return operator
 
