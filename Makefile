@@ -6,6 +6,7 @@
 # make arm64   the same kernels for ARM64, under emulation
 # make fuzz   random calls against extended precision: minutes=5, seed=<the first>
 # make wheel   one wheel for every Python and torch, installed and tested in fresh environments
+# make docs   the documentation site, in build/site
 # make venv, lint, format, test-full: see below
 PYTHON ?= python3
 VENV := .venv
@@ -20,7 +21,7 @@ export TORCH_CUDA_ARCH_LIST ?= 8.0+PTX
 # In no extension, but formatted with the rest.
 SANITIZER := $(wildcard tests/sanitize/*.cpp)
 
-.PHONY: bench bench-full micro test test-full fuzz fuzz-operators sanitize arm64 lint format venv wheel wheel-cuda clean
+.PHONY: bench bench-full micro test test-full fuzz fuzz-operators sanitize arm64 lint format venv wheel wheel-cuda docs clean
 
 bench: venv
 	$(BIN)/python -m bench
@@ -146,6 +147,10 @@ wheel-cuda: venv $(VENV)/.tools
 		$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel-cuda .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' \
 		--wheel-dir dist-cuda build/wheel-cuda/*.whl
+
+# Without a network; a broken link or a missing docstring is an error.
+docs: venv $(VENV)/.tools
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 clean:
 	rm -rf $(VENV) build dist dist-cuda python/*.egg-info python/boltzattn/*.so python/boltzattn/*.record
