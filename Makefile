@@ -6,6 +6,8 @@
 # make arm64   the same kernels for ARM64, under emulation
 # make fuzz   random calls against extended precision: minutes=5, seed=<the first>
 # make test-transformers   attn_implementation="boltzattn" with the oldest and the newest transformers
+# make wheel   one wheel for every Python and torch, installed and tested in fresh environments
+# make docs   the documentation site, in build/site
 # make venv, lint, format, test-full: see below
 PYTHON ?= python3
 VENV := .venv
@@ -13,13 +15,15 @@ BIN := $(VENV)/bin
 # One worker and one thread per core: tests that need more threads ask for them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
 SOURCES := $(shell find csrc tests/support/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-# Where nvcc is found, CUDA kernels are built for one architecture here; newer ones take its PTX.
+# BOLTZATTN_CUDA=1 make venv builds the CUDA kernels, too, for one architecture here: newer ones take
+# its PTX. The tests of these kernels compile them on their own.
 export TORCH_CUDA_ARCH_LIST ?= 8.0+PTX
 
 # In no extension, but formatted with the rest.
 SANITIZER := $(wildcard tests/sanitize/*.cpp)
 
-.PHONY: bench bench-full micro test test-full test-transformers fuzz fuzz-operators sanitize arm64 lint format venv clean
+.PHONY: bench bench-full micro test test-full test-transformers fuzz fuzz-operators sanitize arm64 \
+	lint format venv wheel wheel-cuda docs clean
 
 bench: venv
 	$(BIN)/python -m bench
@@ -95,14 +99,14 @@ $(CHECKED)/%.o: %.cpp
 
 -include $(wildcard $(CHECKED)/*.d)
 
-# The extension itself under AddressSanitizer, whose libraries must be loaded before Python. Leaks are
+# The library itself under AddressSanitizer, whose libraries must be loaded before Python. Leaks are
 # not looked for: Python and torch keep what they have until they end.
 calls ?= 20000
 fuzz-operators: venv
 	BOLTZATTN_CUDA=0 $(BIN)/python tests/support/build_sanitized.py build/asan
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
-		BOLTZATTN_FUZZED_EXTENSION="$$(echo build/asan/boltzattn/_C*.so)" \
+		BOLTZATTN_FUZZED_EXTENSION=build/asan/libboltzattn.so \
 		$(BIN)/python tests/support/fuzz_operators.py --calls $(calls)
 
 # The program of `sanitize` for ARM64, cross-compiled and emulated; Debian: g++-aarch64-linux-gnu,
@@ -130,11 +134,39 @@ $(VENV)/.requirements: requirements.txt
 	$(BIN)/pip install --quiet -r requirements.txt
 	@touch $@
 
-# An editable install: Python sources are used in place, the extension lands in python/boltzattn.
+# An editable install: Python sources are used in place; the library and the development module _C
+# land in python/boltzattn.
 $(VENV)/.built: $(VENV)/.requirements setup.py pyproject.toml python/boltzattn/_version.py $(SOURCES)
 	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
-	$(BIN)/python -c "import boltzattn._C"
+	$(BIN)/python -c "import boltzattn._C, boltzattn.dispatch.extension as e; exit(e.cpu_unavailable())"
 	@touch $@
 
+# What builds wheels and documentation; tests do without.
+$(VENV)/.tools: tools/requirements.txt $(VENV)/.requirements
+	$(BIN)/pip install --quiet -r tools/requirements.txt -c requirements.txt
+	@touch $@
+
+# torch's libraries stay where torch has them. An environment of the matrix takes minutes and
+# gigabytes, and stays in build/matrix.
+wheel: venv $(VENV)/.tools
+	rm -rf build/wheel dist
+	BOLTZATTN_CUDA=0 $(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_28_$$(uname -m) \
+		--exclude 'libtorch*' --wheel-dir dist build/wheel/*.whl
+	$(BIN)/python tools/wheel_matrix.py dist/*.whl --document docs/support.md
+
+# The CUDA kernels are compiled for all architectures of setup.py. The runtime that is linked in keeps
+# this wheel at the glibc of the machine.
+wheel-cuda: venv $(VENV)/.tools
+	rm -rf build/wheel-cuda dist-cuda
+	TORCH_CUDA_ARCH_LIST= BOLTZATTN_CUDA=1 DIST_EXTRA_CONFIG=$(CURDIR)/tools/cu130.cfg \
+		$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel-cuda .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' \
+		--wheel-dir dist-cuda build/wheel-cuda/*.whl
+
+# Without a network; a broken link or a missing docstring is an error.
+docs: venv $(VENV)/.tools
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 clean:
-	rm -rf $(VENV) build dist python/*.egg-info python/boltzattn/*.so python/boltzattn/*.record
+	rm -rf $(VENV) build dist dist-cuda python/*.egg-info python/boltzattn/*.so python/boltzattn/*.record

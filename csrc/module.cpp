@@ -1,9 +1,8 @@
-// The Python module boltzattn._C: importing it registers the operators of cpu/ops.cpp; what it
-// offers itself is the build record and a few switches for tests.
-#undef TORCH_TARGET_VERSION  // torch 2.10's copy of pybind11 refuses it; no other torch header here
+// The Python module boltzattn._C, for development alone: the numbers and layouts of csrc/spec,
+// which tests compare with those of Python and Triton. `make` builds it; no wheel carries it.
 #include <pybind11/pybind11.h>
 
-#include "cpu/isa.h"
+#include "spec/scan.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -16,48 +15,8 @@ static py::dict for_dtypes(Of of) {
                   "bfloat16"_a = of(DType::kBFloat16), "float16"_a = of(DType::kFloat16));
 }
 
-// Lets Ctrl-C, or any signal whose handler raises, end a call. Only the main thread handles
-// signals; it may have released the GIL. No other thread may wait for the GIL here, because the
-// main thread may hold it while it waits for that thread.
-static unsigned long main_thread = 0;
-
-static void check_signals() {
-  if (PyThread_get_thread_ident() != main_thread) return;
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Compiled kernels of boltzattn.";
-
-  main_thread =
-      py::cast<unsigned long>(py::module_::import("threading").attr("main_thread")().attr("ident"));
-  boltzattn::set_interrupt_check(check_signals);
-
-  m.def("build_record", [] {
-    return py::dict("torch"_a = BOLTZATTN_TORCH_VERSION, "compiler"_a = __VERSION__,
-                    "pybind11"_a = PYBIND11_TOSTRING(PYBIND11_VERSION_MAJOR) "." PYBIND11_TOSTRING(
-                        PYBIND11_VERSION_MINOR));
-  });
-  m.def(
-      "isa", [] { return boltzattn::kernels().name; }, "The instruction set the kernels run with.");
-  m.def(
-      "supported_isas",
-      [] {
-        py::list names;
-        for (const auto* table : boltzattn::kTables)
-          if (table->supported()) names.append(table->name);
-        return names;
-      },
-      "The instruction sets this machine can run, best first.");
-  m.def(
-      "force_isa",
-      [](const py::object& name) {
-        const std::string wanted = name.is_none() ? "" : py::cast<std::string>(name);
-        if (const char* error = boltzattn::force_isa(name.is_none() ? nullptr : wanted.c_str()))
-          throw py::value_error(wanted + ": " + error);
-      },
-      "name"_a, "Run the kernels with another instruction set; None for the best.");
+  m.doc() = "csrc/spec as Python functions, for tests.";
 
   m.def(
       "tolerances",

@@ -2,6 +2,19 @@
 // python/boltzattn/problem.py.
 #pragma once
 
+// The namespace of the operators: another one if TORCH_EXTENSION_NAME says so, as in kernels of the
+// Hugging Face hub, of which several versions may be loaded at once.
+#ifdef TORCH_EXTENSION_NAME
+#define BOLTZATTN_NAMESPACE TORCH_EXTENSION_NAME
+#else
+#define BOLTZATTN_NAMESPACE boltzattn
+#endif
+// In two steps, so that the name is expanded before torch's macros make a string of it.
+#define BOLTZATTN_DEFINE_IN(space, m) STABLE_TORCH_LIBRARY_FRAGMENT(space, m)
+#define BOLTZATTN_DEFINE(m) BOLTZATTN_DEFINE_IN(BOLTZATTN_NAMESPACE, m)
+#define BOLTZATTN_IMPLEMENT_IN(space, key, m) STABLE_TORCH_LIBRARY_IMPL(space, key, m)
+#define BOLTZATTN_IMPLEMENT(key, m) BOLTZATTN_IMPLEMENT_IN(BOLTZATTN_NAMESPACE, key, m)
+
 #define BOLTZATTN_PROBLEM                                                         \
   "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_mask, " \
   "Tensor? slopes, Tensor? seed, float scale, float dropout_p, bool is_causal, bool is_gaussian"

@@ -786,7 +786,7 @@ std::tuple<Tensor, Tensor, Tensor> shard_backward(BOLTZATTN_SAVED_PARAMETERS,
 }  // namespace
 }  // namespace boltzattn
 
-STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
+BOLTZATTN_DEFINE(m) {
   m.def("cpu_direct_forward" BOLTZATTN_FORWARD);
   m.def("cpu_direct_backward" BOLTZATTN_BACKWARD);
   m.def("cpu_transform_forward" BOLTZATTN_FORWARD);
@@ -839,7 +839,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
         ", " BOLTZATTN_EARLIER ", Tensor? later) -> (Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(boltzattn, CompositeExplicitAutograd, m) {
+BOLTZATTN_IMPLEMENT(CompositeExplicitAutograd, m) {
   using namespace boltzattn;
   m.impl("cpu_direct_forward", TORCH_BOX((&forward<&Kernels::direct_forward, Takes::kAll>)));
   m.impl("cpu_direct_backward", TORCH_BOX((&backward<&Kernels::direct_backward, Takes::kAll>)));

@@ -180,7 +180,7 @@ std::tuple<Tensor, Tensor> project(Tensor x, Tensor weight, OptionalTensor bias)
 }  // namespace
 }  // namespace boltzattn::cuda
 
-STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
+BOLTZATTN_DEFINE(m) {
   m.def("cuda_direct_forward" BOLTZATTN_FORWARD);
   m.def("cuda_direct_backward" BOLTZATTN_BACKWARD);
   m.def("cuda_transform_forward" BOLTZATTN_FORWARD);
@@ -188,7 +188,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(boltzattn, m) {
   m.def("cuda_project" BOLTZATTN_PROJECT);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(boltzattn, CUDA, m) {
+BOLTZATTN_IMPLEMENT(CUDA, m) {
   using namespace boltzattn::cuda;
   m.impl("cuda_direct_forward", TORCH_BOX((&forward<&run_direct_forward, false>)));
   m.impl("cuda_direct_backward", TORCH_BOX((&backward<&run_direct_backward, false>)));

@@ -1,6 +1,6 @@
 """`python -m boltzattn.cuda_report`: what the CUDA kernels take of a GPU, as ptxas said.
 
-Nothing is compiled: setup.py has recorded it when the extension was built.
+Nothing is compiled: setup.py has recorded it when the library was built.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-RECORD = Path(__file__).parent / "_C_cuda.kernels"
+RECORD = Path(__file__).parent / "libboltzattn_cuda.kernels"
 
 
 def readable(mangled: str) -> str:

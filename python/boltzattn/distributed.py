@@ -55,6 +55,8 @@ TOKENS_WEIGHED = 2**20
 # Rows that look at gathered keys through one mask: its memory stays linear in n.
 MASKED_ROWS = 1024
 
+__all__ = ["attention", "explain"]
+
 _log = logging.getLogger("boltzattn")
 
 

@@ -246,9 +246,10 @@ def self_attention(
         w_v: `[num_heads * dv, d]`.
         w_o: `[d_out, num_heads * dv]`, or None to return the heads side by side.
         b_q, b_k, b_v, b_o: biases of the projections.
-        attn_mask, dropout_p, is_causal, scale, key_padding_mask, key_bias, score, alibi_slopes,
-            method, backend: as in `attention`, with `[..., num_heads, n, n]` for the mask and
+        attn_mask, key_bias: as in `attention`, with `[..., num_heads, n, n]` for the mask and
             `[..., num_heads, n]` for the bias.
+        dropout_p, is_causal, scale, key_padding_mask: as in `attention`.
+        score, alibi_slopes, method, backend: as in `attention`.
 
     Returns:
         `[..., n, d_out]`, or `[..., n, num_heads * dv]` without `w_o`.

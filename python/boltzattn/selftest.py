@@ -1,4 +1,4 @@
-"""`python -m boltzattn.selftest`: every backend and method on this machine's devices, against fp64.
+"""Checks every backend and method on this machine's devices, against fp64.
 
 Prints one table to paste into an issue: what ran, how far it was from dense softmax in fp64, and
 how long it took; before that what cannot run, and why. The exit status is 1 if anything was wrong.
@@ -178,8 +178,9 @@ def _measure(
     return f"{verdict} {label} {errors[0]:8.1e} {max(errors[1:]):8.1e} {forward:9.3f} {total:9.3f}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m boltzattn.selftest", description=__doc__)
+def main(arguments: list[str] | None = None, prog: str = "python -m boltzattn.selftest") -> int:
+    summary, _, more = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(prog=prog, description=summary, epilog=more)
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a head")
     options = parser.parse_args(arguments)
     print(info.report())

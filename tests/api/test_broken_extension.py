@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,32 +38,25 @@ else:
     raise AssertionError("backend='cpu' was served by a broken extension")
 """
 
-# A module whose start fails without an exception, and one that is no kernel library at all.
-FAILS_AT_INIT = """
-#define Py_LIMITED_API 0x030a0000
-#include <Python.h>
-PyMODINIT_FUNC PyInit__C(void) { return NULL; }
+# A library that lacks a symbol, and one that is no kernel library at all.
+LACKS_A_SYMBOL = """
+extern int of_another_torch;
+int *needed = &of_another_torch;
 """
-HAS_NO_OPERATORS = """
-#define Py_LIMITED_API 0x030a0000
-#include <Python.h>
-static struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "_C", 0, -1, 0};
-PyMODINIT_FUNC PyInit__C(void) { return PyModule_Create(&def); }
-"""
+HAS_NO_OPERATORS = "int nothing;"
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The package, with its extension, in a folder of its own."""
+    """The package, with its library, in a folder of its own."""
     target = tmp_path / "boltzattn"
-    leave_out = shutil.ignore_patterns("__pycache__", "experiments", "theory", "_C_cuda*")
+    leave_out = shutil.ignore_patterns("__pycache__", "experiments", "theory", "_C*", "*_cuda*")
     shutil.copytree(Path(boltzattn.__file__).parent, target, ignore=leave_out)
     return target
 
 
 def library_of(package: Path) -> Path:
-    (library,) = package.glob("_C.*.so")
-    return library
+    return package / "libboltzattn.so"
 
 
 def truncate(length: int) -> Callable[[Path], None]:
@@ -96,7 +88,7 @@ def come_from_another_version(package: Path) -> None:
 
 
 def compile_instead(source: str) -> Callable[[Path], None]:
-    """Put another module in the place of the extension; nobody recorded it."""
+    """Put another library in the place of ours; nobody recorded it."""
 
     def damage(package: Path) -> None:
         library = library_of(package)
@@ -104,8 +96,7 @@ def compile_instead(source: str) -> Callable[[Path], None]:
         file = package / "other.c"
         file.write_text(source)
         compiler = os.environ.get("CC", "cc")
-        include = sysconfig.get_path("include")
-        command = [compiler, "-shared", "-fPIC", f"-I{include}", str(file), "-o", str(library)]
+        command = [compiler, "-shared", "-fPIC", str(file), "-o", str(library)]
         subprocess.run(command, check=True)
 
     return damage
@@ -133,13 +124,13 @@ def newer_sources(package: Path) -> None:
             come_from_another_version,
             f"was built for boltzattn {boltzattn.__version__}, but this is 99.0",
         ),
-        (compile_instead(FAILS_AT_INIT), "cannot be loaded"),
+        (compile_instead(LACKS_A_SYMBOL), "undefined symbol: of_another_torch"),
         (compile_instead(HAS_NO_OPERATORS), "lacks the operator cpu_direct_forward"),
         (newer_sources, "has other arguments for the operator cpu_direct_forward"),
     ],
     ids=[
         *("empty", "first page", "first megabyte", "without its last byte", "zeros", "record"),
-        *("version", "no init", "no operators", "newer sources"),
+        *("version", "lacks a symbol", "no operators", "newer sources"),
     ],
 )
 def test_falls_back_to_reference(copy: Path, damage: Callable[[Path], None], said: str) -> None:
@@ -157,7 +148,7 @@ def test_falls_back_to_reference(copy: Path, damage: Callable[[Path], None], sai
 
 
 def test_the_library_has_its_record() -> None:
-    library = Path(extension().__file__)
+    library = extension().path
     assert library.with_suffix(".so.record").exists()
     check_file(library)
 

@@ -78,7 +78,7 @@ def test_wheel_without_torch_is_pure_and_says_so(checkout: Path, no_torch: dict[
     wheel, printed = build(checkout, "wheel", **no_torch)
     assert wheel.name.endswith("-py3-none-any.whl")
     assert {"boltzattn/py.typed", "boltzattn/nn/attention.py"} <= names_in(wheel)
-    assert "NO C++ EXTENSION" in printed
+    assert "NO C++ LIBRARY" in printed
 
 
 def test_wheel_without_a_compiler_says_so(checkout: Path) -> None:
@@ -111,9 +111,10 @@ def test_the_whole_wheel(checkout: Path, tmp_path: Path) -> None:
     environment = {"BOLTZATTN_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "8.0", "MAX_JOBS": "1"}
     wheel, _ = build(checkout, "wheel", **environment)
     binaries = {name for name in names_in(wheel) if name.endswith((".so", ".kernels"))}
-    assert {name.partition(".")[0] for name in binaries} == {"boltzattn/_C", "boltzattn/_C_cuda"}
-    assert len(binaries) == 3
-    assert {f"{name}.record" for name in binaries if name.endswith(".so")} <= names_in(wheel)
+    libraries = {f"boltzattn/{name}" for name in ("libboltzattn.so", "libboltzattn_cuda.so")}
+    assert binaries == {*libraries, "boltzattn/libboltzattn_cuda.kernels"}
+    assert {f"{name}.record" for name in libraries} <= names_in(wheel)
+    assert "-py3-none-linux" in wheel.name
     zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
     for library in (tmp_path / "unpacked/boltzattn").glob("*.so"):
         assert_stable_interface(library)
@@ -151,8 +152,8 @@ def test_an_sdist_installs_into_a_clean_venv(
     done = run("-m", "pip", "install", "-v", "--no-deps", str(archive))
     assert done.returncode == 0, done.stderr
     built = torch_there and compiler
-    assert bool([*site.glob("boltzattn/_C.*.so")]) == built
-    loud = "NO C++ EXTENSION IS BUILT" if not torch_there else "FAILED TO BUILD"
+    assert bool([*site.glob("boltzattn/libboltzattn.so")]) == built
+    loud = "NO C++ LIBRARY IS BUILT" if not torch_there else "FAILED TO BUILD"
     assert (loud in done.stdout + done.stderr) == (not built)
     done = run("-m", "boltzattn.info")
     if torch_there:

@@ -15,9 +15,10 @@ torch.set_num_threads({threads})
 n = 150_000
 query, key, value = (torch.randn(n, width) for width in (1, 1, 16))
 boltzattn.attention(query[:8], key[:8], value[:8])
+from boltzattn.dispatch import native
+from boltzattn.problem import OutputGradients, Problem, Saved
 grad, lse = torch.ones(n, 16), torch.zeros(n, dtype=torch.float64)
-problem = query, key, value, None, None, None, None, 1.0, 0.0, False, False
-ops = torch.ops.boltzattn
+problem = Problem(query, key, value, None, None, None, None, 1.0, 0.0, False, False)
 sent = []
 
 def interrupt():
@@ -34,7 +35,9 @@ out = boltzattn.attention(query[:800], key[:800], value[:800], method="direct", 
 assert out.isfinite().all()
 """
 FORWARD = "boltzattn.attention(query, key, value, method='direct', backend='cpu')"
-BACKWARD = "ops.cpu_direct_backward(grad, None, grad, lse, *problem)"
+BACKWARD = """native.attention("cpu", "direct").backward(
+        OutputGradients(grad, None), Saved(grad, lse), problem
+    )"""
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from boltzattn.cuda_report import readable
-from cuda_compile import ROOT, compile_cuda
+from boltzattn.dispatch.extension import CPU_LIBRARY
+from cuda_compile import ROOT, compile_cuda, toolkit
 from cuda_launch import SOURCES
 from libraries import assert_stable_interface
 
@@ -102,18 +104,25 @@ def test_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert setup.parallel_compilers() == 3
 
 
-def test_a_failing_nvcc_is_reported_with_its_command(tmp_path: Path) -> None:
+def test_a_failing_nvcc_is_reported_with_its_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     home = _toolkit(tmp_path / "broken")
-    (home / "bin/nvcc").write_text("#!/bin/sh\nexit 3\n")
-    with pytest.raises(subprocess.CalledProcessError, match="exit status 3"):
-        setup.compile_cuda(home, ["csrc/cuda/direct.cu"], [], tmp_path / "objects")
+    (home / "bin/nvcc").write_text("#!/bin/sh\necho no such architecture >&2\nexit 3\n")
+    target = setup.cuda_target(Path(torch.__file__).parent, home)
+    target.sources = [ROOT / "csrc/cuda/direct.cu"]
+    with pytest.raises(subprocess.CalledProcessError):
+        setup.build_target(target, tmp_path / "objects", tmp_path)
+    printed = capfd.readouterr().out
+    assert f"{home}/bin/nvcc" in printed
+    assert "no such architecture" in printed
 
 
 def test_the_cuda_library_is_loaded_under_a_cuda_torch_only() -> None:
     """A CPU torch never touches it, even if it is there: its place in memory would show it."""
     program = (
         "import boltzattn, torch; boltzattn.attention(*[torch.randn(2, 5, 1)] * 3);"
-        "loaded = '_C_cuda' in open('/proc/self/maps').read();"
+        "loaded = 'libboltzattn_cuda' in open('/proc/self/maps').read();"
         "missing = boltzattn.BACKENDS['cuda'].unavailable();"
         "assert loaded == (missing is None), missing;"
         "assert torch.version.cuda is not None or 'without CUDA' in missing"
@@ -121,11 +130,55 @@ def test_the_cuda_library_is_loaded_under_a_cuda_torch_only() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT / "python")
 
 
-@pytest.mark.parametrize("name", ["_C", "_C_cuda"])
-def test_what_the_libraries_need(name: str) -> None:
-    """As they lie in the checkout; `_C_cuda` is there where a toolkit was found."""
-    found = list((ROOT / "python/boltzattn").glob(f"{name}.*.so"))
-    if name == "_C":
-        assert found
-    for library in found:
-        assert_stable_interface(library)
+def test_what_the_cpu_library_needs() -> None:
+    assert_stable_interface(CPU_LIBRARY)
+
+
+@pytest.mark.nvcc
+def test_the_cuda_library_links(tmp_path: Path) -> None:
+    """Its files that know torch, with the kernels that other tests have compiled."""
+    home = toolkit()
+    assert home is not None
+    target = setup.cuda_target(Path(torch.__file__).parent, home)
+    target.sources = [file for file in target.sources if file.suffix != ".cu"]
+    target.flags += ["-O0", "-Werror"]
+    target.link = [*(str(compile_cuda(name).object) for name in SOURCES), *target.link]
+    library = setup.build_target(target, tmp_path / "objects", tmp_path)
+    assert_stable_interface(library)
+
+
+def test_a_cpu_torch_gets_no_cuda_kernels_unless_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = _toolkit(tmp_path / "toolkit")
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    monkeypatch.delenv("BOLTZATTN_CUDA", raising=False)
+    found, reason = setup.cuda_wanted("2.13.0+cpu", None)
+    assert found is None
+    assert "torch 2.13.0+cpu was built without CUDA" in reason
+    assert "BOLTZATTN_CUDA=1" in reason
+    assert setup.cuda_wanted("2.13.0", "13.0") == (home, "")
+    monkeypatch.setenv("BOLTZATTN_CUDA", "1")
+    assert setup.cuda_wanted("2.13.0+cpu", None) == (home, "")
+
+
+def test_only_what_has_changed_is_compiled_again(tmp_path: Path) -> None:
+    """A header is known from the compiler's own list, a flag from the description."""
+    (tmp_path / "name with space.h").write_text("int one();")
+    first, second = tmp_path / "first.cpp", tmp_path / "second.cpp"
+    first.write_text('#include "name with space.h"\nint two() { return 2 * one(); }')
+    second.write_text("int three() { return 3; }")
+    target = setup.Target("lib.so", [first, second], ["-fPIC"], [])
+
+    def compiled() -> set[str]:
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("objects/*.o")}
+        setup.build_target(target, tmp_path / "objects", tmp_path)
+        after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("objects/*.o")}
+        return {path.stem for path in after if after[path] != before.get(path)}
+
+    assert compiled() == {"first", "second"}
+    assert compiled() == set()
+    (tmp_path / "name with space.h").write_text("long one();")
+    assert compiled() == {"first"}
+    target.flags.append("-O1")
+    assert compiled() == {"first", "second"}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from boltzattn import _C
+from boltzattn.dispatch.extension import extension
 from boltzattn.transform.layout import chebyshev_nodes, lagrange_weights
 from boltzattn.transform.scan_layout import (
     LARGEST_KAPPA,
@@ -362,15 +363,15 @@ def test_threads_and_heads_do_not_change_a_bit() -> None:
             assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("isa", _C.supported_isas())
+@pytest.mark.parametrize("isa", extension().supported_isas())
 def test_every_instruction_set(isa: str) -> None:
-    _C.force_isa(isa)
+    extension().force_isa(isa)
     try:
         for family in ("gauss", "late", "two-point"):
             for dtype in (torch.float32, torch.float64, torch.float16):
                 assert_attention(CPU, *tensors(family, 300, 300, 54.0, dtype, 17), is_causal=True)
     finally:
-        _C.force_isa(None)
+        extension().force_isa(None)
 
 
 def test_long_sequences_keep_their_digits() -> None:

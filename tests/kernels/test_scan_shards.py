@@ -7,10 +7,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import boltzattn
-import boltzattn._C  # the operators of backend cpu
 import pytest
 import torch
 from boltzattn.dispatch import backends
+from boltzattn.dispatch.extension import extension
 from boltzattn.problem import OutputGradients, Problem
 from boltzattn.transform.scan_layout import make_scan_layout
 from boltzattn.transform.scan_shards import (
@@ -24,6 +24,7 @@ from errors import assert_accurate
 from oracle import Result, eagers, magnitudes, oracle
 from torch import Tensor
 
+extension()  # the operators of backend cpu
 BACKENDS = ("cpu", "reference")
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import math
 import os
 import random
@@ -318,15 +317,11 @@ def call(number: int, all_operators: list[Any]) -> str:
 
 def work(first: int, calls: int, seconds: float, journal: Path) -> None:
     """The subprocess: from call `first` on; the journal holds "number raised returned"."""
-    if library := os.environ.get("BOLTZATTN_FUZZED_EXTENSION"):
-        spec = importlib.util.spec_from_file_location("boltzattn._C", library)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules["boltzattn._C"] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    import boltzattn
+    from boltzattn.dispatch import extension
 
-    assert boltzattn.dispatch.extension.cpu_unavailable() is None  # loads the extension
+    if library := os.environ.get("BOLTZATTN_FUZZED_EXTENSION"):
+        extension.CPU_LIBRARY = Path(library)
+    assert extension.cpu_unavailable() is None  # loads the library
     torch.set_num_threads(2)
     found = operators()
     counts = {"raised": 0, "returned": 0}

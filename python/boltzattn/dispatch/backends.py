@@ -157,7 +157,7 @@ FEATURES = {
 
 
 def _triton_module(name: str) -> Any:
-    return importlib.import_module(f"boltzattn.triton_kernels.{name}")
+    return importlib.import_module(f"..triton_kernels.{name}", __package__)
 
 
 def _triton(name: str, kind: type) -> Any:
@@ -256,7 +256,7 @@ BACKENDS: dict[str, Backend] = {
                 "varlen": Implementation(native.cpu_varlen),
                 "layer": Implementation(native.cpu_layer),
                 "small_layer": Implementation(native.cpu_small_layer),
-                "project": Implementation(lambda: torch.ops.boltzattn.cpu_project),
+                "project": Implementation(lambda: native.ops.cpu_project),
                 "stages": Implementation(native.cpu_stages),
                 "scan_stages": Implementation(native.cpu_scan_stages),
                 "stream": Implementation(native.cpu_stream),
@@ -272,7 +272,7 @@ BACKENDS: dict[str, Backend] = {
                 "transform": Implementation(
                     lambda: native.attention("cuda", "transform"), lacks=tuple(FEATURES)
                 ),
-                "project": Implementation(lambda: torch.ops.boltzattn.cuda_project),
+                "project": Implementation(lambda: native.ops.cuda_project),
             },
         ),
         Backend(

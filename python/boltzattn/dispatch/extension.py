@@ -3,45 +3,48 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import json
 import warnings
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
 from boltzattn._version import __version__
 from boltzattn.dispatch import native
+from boltzattn.dispatch.library import Library, record_of
+from boltzattn.dispatch.names import CPU_LIBRARY, CUDA_LIBRARY, NAMESPACE
 
 
 @lru_cache(maxsize=1)
-def extension() -> ModuleType | str:
-    """The compiled module `_C`, or the reason why it cannot be loaded (and one warning)."""
+def extension() -> Library | str:
+    """The library of the CPU kernels, or the reason why it cannot be loaded (and one warning)."""
     try:
-        module = _load_module("boltzattn._C")
-    except Exception as error:  # a damaged library may raise anything, SystemError for example
-        reason = f"the extension boltzattn._C cannot be loaded ({error})"
+        _load(CPU_LIBRARY, "cpu")
+        return Library(CPU_LIBRARY)
+    except Exception as error:  # a damaged library may raise anything
+        reason = f"the library {CPU_LIBRARY.name} cannot be loaded ({error})"
         warnings.warn(
             f"boltzattn: {reason}; attention runs on the slow reference backend. To build the "
-            "extension, install torch and a C++ compiler, then install boltzattn again "
+            "library, install torch and a C++ compiler, then install boltzattn again "
             "(`pip install -v` shows the compiler's messages).",
             RuntimeWarning,
             stacklevel=2,
         )
         return reason
-    return module
 
 
-def _load_module(name: str) -> ModuleType:
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.origin is not None:
-        check_file(Path(spec.origin))
-    module = importlib.import_module(name)
-    check_operators("cpu")
-    return module
+def _load(library: Path, backend: str) -> None:
+    if not library.exists():
+        raise ImportError("it was not built")
+    check_file(library)
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise ImportError(
+            str(error.__cause__ or error)
+        ) from error  # torch hides the linker's words
+    check_operators(backend)
 
 
 def cpu_unavailable() -> str | None:
@@ -52,24 +55,21 @@ def cpu_unavailable() -> str | None:
 
 @lru_cache(maxsize=1)
 def cuda_unavailable() -> str | None:
-    """Load the library `_C_cuda`; why it cannot be used, or None.
+    """Load the library of the CUDA kernels; why it cannot be used, or None.
 
     A CPU build of torch never loads it. It loads without a GPU or a driver.
     """
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
-    found = sorted(Path(__file__).parents[1].glob("_C_cuda*.so"))
-    if not found:
+    if not CUDA_LIBRARY.exists():
         return (
-            "the extension boltzattn._C_cuda was not built; to build it with a CUDA toolkit: "
+            f"the library {CUDA_LIBRARY.name} was not built; to build it with a CUDA toolkit: "
             "BOLTZATTN_CUDA=1 pip install --no-build-isolation ."
         )
     try:
-        check_file(found[0])
-        torch.ops.load_library(str(found[0]))
-        check_operators("cuda")
+        _load(CUDA_LIBRARY, "cuda")
     except Exception as error:
-        return f"the extension boltzattn._C_cuda cannot be loaded ({error})"
+        return f"the library {CUDA_LIBRARY.name} cannot be loaded ({error})"
     return None
 
 
@@ -78,7 +78,7 @@ def check_file(library: Path) -> None:
 
     This comes before the library is mapped: a missing page would end the process with a bus error.
     """
-    record = library.with_name(f"{library.name}.record")
+    record = record_of(library)
     if not record.exists():
         return
     try:
@@ -102,8 +102,8 @@ def check_file(library: Path) -> None:
 def check_operators(backend: str) -> None:
     """Raise ImportError unless the loaded library has the operators that `native` calls."""
     for name, arguments in native.OPERATORS[backend].items():
-        operator = getattr(torch.ops.boltzattn, name, None)
+        operator = getattr(getattr(torch.ops, NAMESPACE), name, None)
         found = "" if operator is None else str(operator.default._schema)
-        if not found.startswith(f"boltzattn::{name}({arguments}"):
+        if not found.startswith(f"{NAMESPACE}::{name}({arguments}"):
             have = "lacks" if operator is None else "has other arguments for"
             raise ImportError(f"it {have} the operator {name}: it was built from other sources")

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boltzattn.dispatch.library import interruptible
+from boltzattn.dispatch.names import NAMESPACE
 from boltzattn.problem import (
     Gradients,
     Keep,
@@ -86,10 +88,22 @@ OPERATORS = {
 }
 
 
+class _Operators:
+    """torch.ops.boltzattn.<name>, one by one and interruptible."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operator = interruptible(getattr(getattr(torch.ops, NAMESPACE), name).default)
+        setattr(self, name, operator)  # so that this is asked once
+        return operator
+
+
+ops = _Operators()
+
+
 def attention(backend: str, operation: str) -> Kernels:
     """`<backend>_<operation>_forward` and `_backward`."""
-    run_forward = getattr(torch.ops.boltzattn, f"{backend}_{operation}_forward").default
-    run_backward = getattr(torch.ops.boltzattn, f"{backend}_{operation}_backward").default
+    run_forward = getattr(ops, f"{backend}_{operation}_forward")
+    run_backward = getattr(ops, f"{backend}_{operation}_backward")
 
     def forward(problem: Problem) -> Saved:
         return Saved._make(run_forward(*problem))
@@ -113,13 +127,10 @@ def cuda_direct() -> Kernels:
 
 
 def cpu_varlen() -> tuple[Callable, Callable]:
-    ops = torch.ops.boltzattn
     return ops.cpu_varlen_forward, ops.cpu_varlen_backward
 
 
 def cpu_layer() -> LayerKernels:
-    ops = torch.ops.boltzattn
-
     def forward(problem: LayerProblem) -> Tensor | None:
         out, served = ops.cpu_layer_forward(*problem)
         return out if served else None
@@ -132,13 +143,10 @@ def cpu_layer() -> LayerKernels:
 
 
 def cpu_small_layer() -> tuple[Callable, Callable]:
-    ops = torch.ops.boltzattn
-    return ops.cpu_small_layer_forward.default, ops.cpu_small_layer_backward.default
+    return ops.cpu_small_layer_forward, ops.cpu_small_layer_backward
 
 
 def cpu_stages() -> Stages:
-    ops = torch.ops.boltzattn
-
     def of_problem(run: Callable) -> Callable:
         return lambda problem, *rest: run(*problem, *rest)
 
@@ -157,8 +165,6 @@ def cpu_stages() -> Stages:
 
 
 def cpu_scan_stages() -> ScanStages:
-    ops = torch.ops.boltzattn
-
     def tables(problem: Problem, shared: SharedScan, with_slopes: bool) -> ShardTables:
         return ShardTables._make(ops.cpu_shard_tables(*problem, *shared, with_slopes))
 
@@ -196,8 +202,6 @@ def cpu_scan_stages() -> ScanStages:
 
 
 def cpu_stream() -> StreamKernels:
-    ops = torch.ops.boltzattn
-
     def append(stream: StreamState, key: Tensor, value: Tensor, most: float) -> float:
         return ops.cpu_stream_append(*stream.tables, key, value, most, *_layout(stream))
 

@@ -11,10 +11,10 @@ from boltzattn.experiments.experiment import Experiment, Result, run
 from boltzattn.theory.presentation import format_table, save_figure
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None, prog: str = "python -m boltzattn.experiments") -> None:
     names = "\n".join(f"  {name:20} {e.question}" for name, e in EXPERIMENTS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m boltzattn.experiments",
+        prog=prog,
         description=f"{__doc__}\n\nexperiments:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("experiments-output"), help="folder for JSON and figures"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     for name in EXPERIMENTS if options.name == "all" else [options.name]:
         experiment = EXPERIMENTS[name]

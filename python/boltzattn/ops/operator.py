@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boltzattn.dispatch.names import NAMESPACE
 from boltzattn.dispatch.torch_modes import (
     NO_TENSORS,
     forward_mode_active,
@@ -20,7 +21,7 @@ from boltzattn.dispatch.torch_modes import (
 )
 from boltzattn.problem import TENSOR_FIELDS, OutputGradients, Saved, schema, unflatten
 
-library = torch.library.Library("boltzattn", "FRAGMENT")
+library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _KERNEL = "CompositeExplicitAutograd"  # the dispatch key of kernels for every device
 
 
@@ -63,8 +64,8 @@ class Operator:
             lambda *tuples: complete(kernel(*tuples), lambda: fake(*tuples))
         )
         library.impl(name, self.registered, _KERNEL)
-        torch.library.register_fake(f"boltzattn::{name}", self._of_fields(fake), lib=library)
-        self.overload = getattr(torch.ops.boltzattn, name).default
+        torch.library.register_fake(f"{NAMESPACE}::{name}", self._of_fields(fake), lib=library)
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def _check_devices(self, fields: Sequence[Any]) -> None:
         """Raise unless all tensors share a device.
@@ -119,7 +120,7 @@ class Operator:
         def rule(info: Any, in_dims: tuple, *fields: Any) -> tuple[Any, Any]:
             return self.overload(*batched(info, in_dims, fields)), (0,) * results
 
-        torch.library.register_vmap(f"boltzattn::{self.name}", rule, lib=library)
+        torch.library.register_vmap(f"{NAMESPACE}::{self.name}", rule, lib=library)
 
     def loop_by_vmap(self, info: Any, in_dims: tuple, *fields: Any) -> tuple[Any, Any]:
         """A rule for vmap: one call after the other."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from boltzattn.dispatch import plan
+from boltzattn.dispatch.names import NAMESPACE
 from boltzattn.dispatch.torch_modes import without_autocast
 from boltzattn.ops import hidden_sequences, layer
 from boltzattn.ops.attention import attend
@@ -198,7 +199,7 @@ def _differentiable_backward(
 
 
 self_attention.differentiate_by(SelfAttention)
-torch.library.register_vmap("boltzattn::self_attention", _vmap, lib=library)
+torch.library.register_vmap(f"{NAMESPACE}::self_attention", _vmap, lib=library)
 torch.library.register_vmap(
-    "boltzattn::self_attention_backward", self_attention_backward.loop_by_vmap, lib=library
+    f"{NAMESPACE}::self_attention_backward", self_attention_backward.loop_by_vmap, lib=library
 )

@@ -43,12 +43,12 @@ from boltzattn.theory.separation import ResolutionWarning
 from boltzattn.theory.symmetric import Polynomial, evaluate_polynomial, symmetric_polynomial
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m boltzattn.theory", description=__doc__)
+def main(arguments: list[str] | None = None, prog: str = "python -m boltzattn.theory") -> None:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("theory-figures"), help="folder for the figures"
     )
-    out = parser.parse_args().out
+    out = parser.parse_args(arguments).out
     out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     results: dict[str, Callable[[Any], None]] = {

@@ -1,0 +1,108 @@
+"""What mkdocs.yml cannot say: pages from elsewhere in the tree, and formulas without a network."""
+
+from __future__ import annotations
+
+import inspect
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+# Where a page comes from, if not from docs.
+PAGES = {
+    "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "benchmarks.md": "bench/README.md",
+    "benchmark-tables.md": "bench/results/tables.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "ptxrun.md": "tests/ptxrun/README.md",
+}
+SOURCES = {source: page for page, source in PAGES.items()}
+# As GitHub takes them: $`...`$ in a line, ```math for a line of their own.
+INLINE = re.compile(r"\$`(.+?)`\$", re.DOTALL)
+BLOCK = re.compile(r"^```math\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)]*)?\)")
+TAG = re.compile(r'((?:src|srcset)=")([^"]+)')
+
+
+def public() -> dict[str, Any]:
+    """The functions and classes that a user may call, by full name."""
+    sys.path.insert(0, str(ROOT / "python"))
+    import boltzattn
+
+    found = {}
+    for module in (boltzattn, boltzattn.nn, boltzattn.distributed, boltzattn.smoothing):
+        for name in module.__all__:
+            if callable(getattr(module, name)):
+                found[f"{module.__name__}.{name}"] = getattr(module, name)
+    return found
+
+
+def undocumented(name: str, thing: Any) -> list[str]:
+    """The thing, and public methods of a class of ours, that have no docstring."""
+    members = {name: thing}
+    if inspect.isclass(thing):
+        own = {key: value for key, value in vars(thing).items() if not key.startswith("_")}
+        members |= {f"{name}.{key}": value for key, value in own.items() if callable(value)}
+    return [key for key, value in members.items() if not inspect.getdoc(value)]
+
+
+def api() -> str:
+    """One page, from the docstrings."""
+    found = public()
+    if missing := [x for name, thing in found.items() for x in undocumented(name, thing)]:
+        raise PluginError(f"without a docstring: {', '.join(missing)}")
+    return "# API reference\n\n" + "".join(f"::: {name}\n\n" for name in found)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    for page, source in PAGES.items():
+        files.append(File.generated(config, page, content=text_of(source)))
+    files.append(File.generated(config, "api.md", content=api()))
+    for picture in (ROOT / "bench/results").glob("*.png"):
+        files.append(File.generated(config, f"bench/{picture.name}", abs_src_path=str(picture)))
+    return files
+
+
+def text_of(source: str) -> str:
+    """A file of the tree whose links lead to pages and pictures of the site.
+
+    A link to anything else, a program or a folder, becomes plain text.
+    """
+    text = mathml((ROOT / source).read_text())
+    text = TAG.sub(lambda match: match[1] + moved(source, match[2]), text)
+
+    def link(match: re.Match[str]) -> str:
+        target = moved(source, match[3])
+        is_there = "://" in target or target.endswith((".md", ".png")) or not target
+        return f"{match[1]}[{match[2]}]({target}{match[4] or ''})" if is_there else match[2]
+
+    return LINK.sub(link, text)
+
+
+def moved(source: str, target: str) -> str:
+    """Where a link of a file in the tree leads on the site."""
+    if "://" in target or not target:
+        return target
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    if path.startswith("bench/results/") and path.endswith(".png"):
+        return f"bench/{posixpath.basename(path)}"
+    return SOURCES.get(path) or path.removeprefix("docs/")
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Pages of docs; the others were written by `on_files`."""
+    name = page.file.src_uri
+    return markdown if name in PAGES or name == "api.md" else text_of(f"docs/{name}")
+
+
+def mathml(markdown: str) -> str:
+    """Formulas as MathML, which browsers draw themselves."""
+    blocks = BLOCK.sub(lambda match: f"\n{convert(match[1], display='block')}\n", markdown)
+    return INLINE.sub(lambda match: convert(match[1]), blocks)
