@@ -381,7 +381,7 @@ FLIPS: list[tuple[str, str, Callable[[list[Row]], None], Callable[[list[Row]], N
     ),
     *(
         ("scores", f"local averages need the rank of their space ({task}, {score}", good, bad)
-        for task, rank in (("smoothing, plane", 2), ("smoothing, space", 3))
+        for task, rank in (("local, plane", 2), ("local, space", 3))
         for score in ("dot", "gaussian")
         for good, bad in ((_only(f"{score}, rank {rank}"), _EQUAL),)
     ),
@@ -392,7 +392,7 @@ FLIPS: list[tuple[str, str, Callable[[list[Row]], None], Callable[[list[Row]], N
             _only(f"gaussian, rank {rank}"),
             _only(f"dot, rank {rank}"),
         )
-        for task, rank in (("smoothing, plane", 2), ("smoothing, space", 3))
+        for task, rank in (("local, plane", 2), ("local, space", 3))
     ),
 ]
 

@@ -196,6 +196,9 @@ def draw(rows: list[Row], figure: Any) -> None:
     trained = select(rows, part="trained")
     sizes = [row["parameters"] / row["contexts"] for row in trained]
     right.semilogx(sizes, [100 * row["accuracy"] for row in trained], "o", color=STYLES[0]["color"])
+    shown = sorted({round(size, 1) for size in sizes})
+    right.set_xticks(shown, [f"{size:.2g}" for size in shown])
+    right.minorticks_off()
     right.axvline(V - 1, color=GREY, linestyle="--", linewidth=1)
     right.text(0.97 * (V - 1), 20, "V - 1 ", color=GREY, ha="right")
     right.set(xlabel="parameters per context", ylabel="next tokens learned, %", ylim=(0, 105))

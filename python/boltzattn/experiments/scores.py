@@ -2,8 +2,8 @@
 
 The paper proves that rank 1 suffices and asks what higher ranks are good for. All models here have
 one layer, one head, values of full width and the same number of parameters. Tasks: random labels;
-an equivariant function ("wave", of means and a maximum); and local averages of points in the plane
-and in space ("smoothing"), whose weights depend on the distance of two tokens.
+an equivariant function ("wave", of means and a maximum); and local averages: tokens are points with
+a value, and the target is the average value near the point, in the plane and in space.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from boltzattn.experiments.comparison import model_cases
 from boltzattn.experiments.experiment import (
@@ -23,23 +25,44 @@ from boltzattn.experiments.experiment import (
     values,
 )
 from boltzattn.experiments.models import hidden_dim_for, transformer
-from boltzattn.experiments.tasks import learn_function, learn_labels, uniform
+from boltzattn.experiments.tasks import Draw, learn_function, learn_labels, uniform
 from boltzattn.experiments.training import count_parameters, model_seeds
 from boltzattn.theory.presentation import STYLES, Table
 
 DIM, CLASSES = 8, 8
 RANKS = (1, 2, 3)
 # A model of text belongs here too: a task whose rows have an `error`.
-TASKS = ("labels", "wave", "smoothing, plane", "smoothing, space")
+LOCAL = {"local, plane": 2, "local, space": 3}
+TASKS = ("labels", "wave", *LOCAL)
+# Tokens of a set, and the distance within which they are averaged, of a side of the cube.
+N_LOCAL, BANDWIDTH = 16, 0.15
 MODELS = {f"{score}, rank {rank}": (score, rank) for score in ("dot", "gaussian") for rank in RANKS}
+
+
+def local_average(dimensions: int) -> Draw:
+    """Points in a cube with normal values; the target is a Gaussian average of the values.
+
+    Example:
+        >>> x, y = local_average(2)(5, torch.Generator())
+        >>> x.shape, y.shape
+        (torch.Size([5, 16, 3]), torch.Size([5, 16, 1]))
+    """
+
+    def draw(sets: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        points = torch.rand(sets, N_LOCAL, dimensions, generator=generator)
+        values = torch.randn(sets, N_LOCAL, 1, generator=generator)
+        near = torch.softmax(-(torch.cdist(points, points) ** 2) / (2 * BANDWIDTH**2), -1)
+        return torch.cat([points, values], -1), near @ values
+
+    return draw
 
 
 def measure(
     task: str, model: str, parameters: int, count: int, steps: int, seeds: int, seed: int
 ) -> list[Row]:
     score, rank = MODELS[model]
-    d = 8 if task == "labels" else 3 if task == "smoothing, space" else 2
-    outputs = CLASSES if task == "labels" else d
+    d = 8 if task == "labels" else 2 if task == "wave" else LOCAL[task] + 1
+    outputs = {"labels": CLASSES, "wave": d}.get(task, 1)
     sizes: dict[str, Any] = {"embed_dim": DIM, "in_dim": d, "out_dim": outputs}
     sizes |= {"rank": rank, "score": score}
     hidden = hidden_dim_for(parameters, 1, **sizes)
@@ -60,8 +83,7 @@ def measure(
             steps=steps,
         )
     else:
-        target, n = ("wave", 4) if task == "wave" else ("smoothing", 16)
-        draw = uniform(target, n, d)
+        draw = uniform("wave", 4, d) if task == "wave" else local_average(LOCAL[task])
         rows = learn_function(build, numbers, draw=draw, batch=count, steps=steps)
     shared = {"score": score, "rank": rank, "true_parameters": count_parameters(build(0))}
     return [{**shared, **row} for row in rows]
@@ -97,7 +119,7 @@ def judge(rows: list[Row]) -> list[Finding]:
                     not _worse(rows, task, one, three),
                 )
             )
-    for task, needed in (("smoothing, plane", 2), ("smoothing, space", 3)):
+    for task, needed in LOCAL.items():
         for score in ("dot", "gaussian"):
             one, full = f"{score}, rank 1", f"{score}, rank {needed}"
             findings.append(
