@@ -21,7 +21,8 @@ SETTINGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 def _modules() -> list[ModuleType]:
     found = pkgutil.walk_packages(boltzattn.__path__, "boltzattn.")
-    names = [m.name for m in found if not m.name.rpartition(".")[2].startswith("_")]
+    # pkgutil takes libboltzattn.so for a module.
+    names = [m.name for m in found if not m.name.rpartition(".")[2].startswith(("_", "lib"))]
     return [boltzattn, *map(importlib.import_module, names)]
 
 
