@@ -253,7 +253,7 @@ class StreamingAttention:
 
 def _bound(bound: float, dtype: torch.dtype) -> float:
     """The bound, or what a token that was clamped to it holds in this precision."""
-    rounded = float(torch.tensor(bound, dtype=dtype))
+    rounded = float(torch.tensor(bound, dtype=dtype, device="cpu"))
     return max(float(bound), rounded) if rounded < math.inf else float(bound)
 
 
