@@ -9,6 +9,7 @@ import pytest
 
 INTERRUPTED = """
 import os, signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 import torch, boltzattn
 
 torch.set_num_threads({threads})
