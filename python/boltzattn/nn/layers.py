@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from boltzattn.problem import default_scale
 Mask = Callable[[], Tensor | None]
 
 
-class Layer:
+class Layer(ABC):
     """An attention layer of a model, and the names it has there."""
 
     approximation: Approximation  # after `replace`
@@ -29,15 +30,15 @@ class Layer:
         self.num_heads = num_heads
         self.form = form
 
+    @abstractmethod
     def watch(self, sums: Gathered, mask: Mask) -> list[Any]:
         """Hooks that add the queries and keys of every call to `sums`; `mask()` tells tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def replace(
         self, model: nn.Module, new: Decomposition, ranks: tuple[int, ...], on_data: bool
     ) -> None:
         """Give the heads these ranks, and set `approximation`."""
-        raise NotImplementedError
 
 
 class MultiheadLayer(Layer):
