@@ -161,6 +161,8 @@ _AMD = {
 }
 # The interpreter takes the same time for small and for large blocks.
 _INTERPRETED = DirectTile(128, 128, 4)
+# Queries and keys of a block where NaN must not spread: so small that it adds no registers.
+_CAREFUL = 128 if INTERPRETED else 16
 
 
 def _direct_tile(
@@ -191,6 +193,7 @@ def direct_options(
         "BLOCK_DV": columns,
         "DOT": dot_type(dtype),
         "PRECISION": precision(),
+        "BLOCK_CAREFUL": _CAREFUL,
         "num_stages": 2,
         **_all_registers(),
     }
