@@ -179,49 +179,50 @@ def without_hidden(x, key_mask, head, keys):
 
 
 @triton.jit
-def odd(x):
-    """Where there is NaN or infinity."""
-    return x.to(tl.float32) * 0.0 != 0.0
-
-
-@triton.jit
-def any_of(x):
-    return tl.max(x.to(tl.int32)) != 0
-
-
-@triton.jit
-def add_visible(acc, weight, x, visible, AXIS: tl.constexpr):
-    """acc with the terms of a product of weights and x that are visible and not finite, of one row
-    of x after the other. AXIS is that of the weights which the product sums over."""
-    strange = odd(x)
-    for s in range(x.shape[0]):
-        here = tl.arange(0, x.shape[0]) == s
-        if any_of(strange & here[:, None]):
-            y = tl.sum(tl.where(here[:, None], x.to(tl.float32), 0.0), 0)
-            chosen = tl.expand_dims(here, 1 - AXIS)
-            w = tl.sum(tl.where(chosen, weight.to(tl.float32), 0.0), AXIS)
-            seen = tl.max((visible & chosen).to(tl.int32), AXIS) != 0
-            y, w = tl.expand_dims(y, 1 - AXIS), tl.expand_dims(w, AXIS)
-            acc += tl.where(odd(y) & tl.expand_dims(seen, AXIS), y * w, 0.0)
-    return acc
+def not_finite(x):
+    """Whether a vector holds NaN or infinity."""
+    return tl.max((x * 0.0 != 0.0).to(tl.int32)) != 0
 
 
 @triton.jit
 def add_product(
-    acc, weight, x, visible, AXIS: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr
+    acc,
+    weight,
+    x,
+    span,
+    visible,
+    AXIS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):
-    """acc plus the product of x [s, columns] with weights [s, t] or, for AXIS 1, [t, s]; a tile
-    [columns, t] or [t, columns]. With CAREFUL only pairs that are visible count."""
-    plain = x
+    """acc plus the product of x [s, columns], the rows `span` of a matrix, with weights [s, t] or,
+    for AXIS 1, [t, s]; a tile [columns, t] or [t, columns]. With CAREFUL only pairs that are
+    visible count: rows of x are added one after the other."""
     if CAREFUL:
-        plain = tl.where(odd(x), 0.0, x).to(x.dtype)
-    if AXIS == 0:
-        acc = tl.dot(tl.trans(plain), weight, acc, input_precision=PRECISION)
+        # Not simply as many as x has rows: unrolled, the loop would take too many registers.
+        for s in range(tl.minimum(x.shape[0], span.size - span.first)):
+            here = tl.arange(0, x.shape[0]) == s
+            y = tl.sum(tl.where(here[:, None], x.to(tl.float32), 0.0), 0)
+            chosen = tl.expand_dims(here, 1 - AXIS)
+            w = tl.sum(tl.where(chosen, weight, 0.0), AXIS)
+            seen = tl.max((visible & chosen).to(tl.int32), AXIS) != 0
+            terms = tl.expand_dims(y, 1 - AXIS) * tl.expand_dims(w, AXIS)
+            acc += tl.where(tl.expand_dims(seen, AXIS), terms, 0.0)
+    elif AXIS == 0:
+        acc = tl.dot(tl.trans(x), weight.to(x.dtype), acc, input_precision=PRECISION)
     else:
-        acc = tl.dot(weight, plain, acc, input_precision=PRECISION)
-    if CAREFUL:
-        acc = add_visible(acc, weight, x, visible, AXIS)
+        acc = tl.dot(weight.to(x.dtype), x, acc, input_precision=PRECISION)
     return acc
+
+
+@triton.jit
+def weight_gradients(value, grad_out, head, keys, rows, columns):
+    """Products of values and gradients of out, [BLOCK_K, BLOCK_Q], where registers are few."""
+    product = tl.zeros([keys.local.shape[0], rows.local.shape[0]], tl.float32)
+    for c in range(columns.first, tl.minimum(columns.first + columns.local.shape[0], columns.size)):
+        v, g = load_column(value, head, keys, c), load_column(grad_out, head, rows, c)
+        product += v[:, None] * g[None, :]
+    return product
 
 
 @triton.jit
@@ -258,8 +259,8 @@ def forward_rows(
     PRECISION: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
-    """out and lse of a block of rows. True if they are not finite and remain to be computed with
-    care; else they are stored."""
+    """out and lse of a block of rows. True if they are not finite and are to be computed again
+    with care."""
     columns = span_of(tl.program_id(1) * BLOCK_DV, sizes.dv, BLOCK_DV)
     rows = span_of(row, sizes.n_q, BLOCK_Q)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -292,19 +293,16 @@ def forward_rows(
         if dropout is not None:
             weight *= dropout_factor(dropout, head, rows, keys)
         acc *= shrink[None, :]
-        acc = add_product(acc, weight.to(DOT), v, visible, 0, PRECISION, CAREFUL)
+        acc = add_product(acc, weight, v, keys, visible, 0, PRECISION, CAREFUL)
         top = higher
+    normaliser = tl.where(total == 0.0, 0.0, 1.0 / total).to(tl.float32)
+    line = head.number * sizes.n_q
+    store_matrix(out + line * sizes.dv, tl.trans(acc * normaliser[None, :]), rows, columns)
+    if tl.program_id(1) == 0:
+        tl.store(lse + line + row + rows.local, top.to(tl.float64) + tl.log(total), inside(rows))
     spoilt = False
     if (IS_CAUSAL or attn_mask is not None) and not CAREFUL:
-        spoilt = any_of(odd(acc))
-    if not spoilt:
-        normaliser = tl.where(total == 0.0, 0.0, 1.0 / total).to(tl.float32)
-        line = head.number * sizes.n_q
-        store_matrix(out + line * sizes.dv, tl.trans(acc * normaliser[None, :]), rows, columns)
-        if tl.program_id(1) == 0:
-            tl.store(
-                lse + line + row + rows.local, top.to(tl.float64) + tl.log(total), inside(rows)
-            )
+        spoilt = not_finite(tl.sum(acc, 0))
     return spoilt
 
 
@@ -360,6 +358,7 @@ def direct_forward_kernel(
     )
     if IS_CAUSAL or attn_mask is not None:
         if spoilt:
+            tl.debug_barrier()  # the same numbers are stored again, by other threads
             end = tl.minimum(row + BLOCK_Q, sizes.n_q)
             for first in range(row, end, BLOCK_CAREFUL):
                 forward_rows(
@@ -461,7 +460,10 @@ def gradients_of_queries(
             RANK,
         )
         weight = rebuilt_weights(score, row_lse)
-        grad_weight = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+        if CAREFUL:
+            grad_weight = weight_gradients(value, grad_out, head, keys, rows, columns)
+        else:
+            grad_weight = tl.dot(v, tl.trans(g), input_precision=PRECISION)
         if dropout is not None:
             grad_weight *= dropout_factor(dropout, head, rows, keys)
         grad_score = weight * (grad_weight - shift[None, :])
@@ -476,12 +478,11 @@ def gradients_of_queries(
         else:
             k = load_matrix(key, head, keys, ranks).to(tl.float32)
             k = without_hidden(k, key_mask, head, keys)
-            acc = add_product(acc, grad_score, k, visible, 0, PRECISION, CAREFUL)
+            acc = add_product(acc, grad_score, k, keys, visible, 0, PRECISION, CAREFUL)
+    store_matrix(grad_query + share * RANK, tl.trans(acc * sizes.scale), rows, ranks)
     spoilt = False
     if (IS_CAUSAL or attn_mask is not None) and not CAREFUL:
-        spoilt = any_of(odd(acc)) | any_of(odd(to_slope))
-    if not spoilt:
-        store_matrix(grad_query + share * RANK, tl.trans(acc * sizes.scale), rows, ranks)
+        spoilt = not_finite(tl.sum(acc, 0) + to_slope)
     return tl.sum(to_slope, 0), spoilt
 
 
@@ -546,6 +547,7 @@ def direct_query_gradient_kernel(
     )
     if IS_CAUSAL or attn_mask is not None:
         if spoilt:
+            tl.debug_barrier()  # the same numbers are stored again, by other threads
             to_slope = tl.zeros_like(to_slope)
             end = tl.minimum(row + BLOCK_Q, sizes.n_q)
             for first in range(row, end, BLOCK_CAREFUL):
@@ -648,7 +650,10 @@ def gradients_of_keys(
             visible = visible & inside(rows)[None, :]
             weight = tl.where(visible, weight, 0.0)
         shift = tl.load(delta + row + rows.local, inside(rows), other=0.0)
-        grad_weight = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+        if CAREFUL:
+            grad_weight = weight_gradients(value, grad_out, head, keys, rows, columns)
+        else:
+            grad_weight = tl.dot(v, tl.trans(g), input_precision=PRECISION)
         kept = weight
         if dropout is not None:
             factor = dropout_factor(dropout, head, rows, keys)
@@ -657,7 +662,7 @@ def gradients_of_keys(
         grad_score = weight * (grad_weight - shift[None, :])
         if CAREFUL:
             grad_score = tl.where(visible, grad_score, 0.0)
-        to_value = add_product(to_value, kept.to(DOT), g, visible, 1, PRECISION, CAREFUL)
+        to_value = add_product(to_value, kept, g, rows, visible, 1, PRECISION, CAREFUL)
         if grad_bias is not None:
             to_bias += tl.sum(grad_score, 1)
         if GAUSSIAN:
@@ -666,19 +671,18 @@ def gradients_of_keys(
                 to_key += tl.where(ranks.local[None, :] == r, tl.sum(pulled, 1)[:, None], 0.0)
         else:
             q = load_matrix(query, head, rows, ranks).to(tl.float32)
-            to_key = add_product(to_key, grad_score, q, visible, 1, PRECISION, CAREFUL)
+            to_key = add_product(to_key, grad_score, q, rows, visible, 1, PRECISION, CAREFUL)
+    to_value = without_hidden(to_value, key_mask, head, keys)
+    to_key = without_hidden(to_key, key_mask, head, keys)
+    store_matrix(grad_value + head.number * sizes.n_k * sizes.dv, to_value, keys, columns)
+    store_matrix(grad_key + share * sizes.n_k * RANK, to_key * sizes.scale, keys, ranks)
+    if grad_bias is not None:
+        to_bias = without_hidden(to_bias, key_mask, head, keys)
+        line = grad_bias + share * sizes.n_k + first_key
+        tl.store(line + keys.local, to_bias, inside(keys))
     spoilt = False
     if (IS_CAUSAL or attn_mask is not None) and not CAREFUL:
-        spoilt = any_of(odd(to_key)) | any_of(odd(to_value)) | any_of(odd(to_bias))
-    if not spoilt:
-        to_value = without_hidden(to_value, key_mask, head, keys)
-        to_key = without_hidden(to_key, key_mask, head, keys)
-        store_matrix(grad_value + head.number * sizes.n_k * sizes.dv, to_value, keys, columns)
-        store_matrix(grad_key + share * sizes.n_k * RANK, to_key * sizes.scale, keys, ranks)
-        if grad_bias is not None:
-            to_bias = without_hidden(to_bias, key_mask, head, keys)
-            line = grad_bias + share * sizes.n_k + first_key
-            tl.store(line + keys.local, to_bias, inside(keys))
+        spoilt = not_finite(tl.sum(to_key, 1) + tl.sum(to_value, 1) + to_bias)
     return spoilt
 
 
@@ -742,6 +746,7 @@ def direct_key_gradient_kernel(
     )
     if IS_CAUSAL or attn_mask is not None:
         if spoilt:
+            tl.debug_barrier()  # the same numbers are stored again, by other threads
             end = tl.minimum(first_key + BLOCK_K, sizes.n_k)
             for first in range(first_key, end, BLOCK_CAREFUL):
                 gradients_of_keys(

@@ -147,7 +147,7 @@ def test_second_derivatives_do_not_see_padding(server: Server) -> None:
 
 
 @pytest.mark.parametrize("server", MASKED, ids=str)
-@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("name", SPOILABLE)
 @pytest.mark.parametrize("mask", MASKS)
 def test_only_what_is_seen_counts(mask: str, name: str, poison: float, server: Server) -> None:

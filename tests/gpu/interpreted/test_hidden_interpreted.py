@@ -12,8 +12,7 @@ from oracle import Result
 from servers import Server
 
 TRITON = Server("direct", "triton")
-QUICK = (("query", "bool"), ("value", "bool"), ("key", "float"), ("grad_out", "causal"))
-QUICK += (("key", "causal"),)
+QUICK = (("query", "bool"), ("key", "causal"))
 
 
 def attend(call: Hiding) -> Result:
