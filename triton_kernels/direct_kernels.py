@@ -644,11 +644,6 @@ def gradients_of_keys(
         )
         row_lse = tl.load(lse + row + rows.local, inside(rows), other=NO_ROW)
         weight = rebuilt_weights(score, row_lse)
-        if (
-            CAREFUL
-        ):  # the lse of a row may be NaN, and so may be keys that only rows past the end see
-            visible = visible & inside(rows)[None, :]
-            weight = tl.where(visible, weight, 0.0)
         shift = tl.load(delta + row + rows.local, inside(rows), other=0.0)
         if CAREFUL:
             grad_weight = weight_gradients(value, grad_out, head, keys, rows, columns)
@@ -661,6 +656,7 @@ def gradients_of_keys(
             kept *= factor
         grad_score = weight * (grad_weight - shift[None, :])
         if CAREFUL:
+            visible = visible & inside(rows)[None, :]  # a row past the end sees a key of NaN
             grad_score = tl.where(visible, grad_score, 0.0)
         to_value = add_product(to_value, kept, g, rows, visible, 1, PRECISION, CAREFUL)
         if grad_bias is not None:
