@@ -55,7 +55,8 @@ def _options(kernel: str, problem: Problem) -> dict[str, Any]:
     rank, dv = problem.query.shape[-1], problem.value.shape[-1]
     added = problem.slopes is not None or problem.key_bias is not None
     biased = problem.is_gaussian or added
-    fixed = direct_options(kernel, problem.query.dtype, rank, dv, biased)
+    hiding = problem.is_causal or problem.attn_mask is not None
+    fixed = direct_options(kernel, problem.query.dtype, rank, dv, biased, hiding)
     flags = {"IS_CAUSAL": problem.is_causal, "GAUSSIAN": problem.is_gaussian}
     return {**flags, "RANK": rank, **fixed}
 

@@ -153,6 +153,9 @@ _BIASED = {
     "query_gradient": DirectTile(64, 16, 8),
     "key_gradient": DirectTile(16, 16, 4),
 }
+# Whatever the width, for the gradient of queries of higher ranks where is_causal or attn_mask hides
+# pairs: the check of the results takes registers.
+_HIDING = DirectTile(64, 16, 4)
 # Whatever the width: AMD's compiler needs the registers for the scores.
 _AMD = {
     "forward": DirectTile(64, 16, 4),
@@ -161,10 +164,12 @@ _AMD = {
 }
 # The interpreter takes the same time for small and for large blocks.
 _INTERPRETED = DirectTile(128, 128, 4)
+# Queries and keys of a block where NaN must not spread: so small that it adds no registers.
+_CAREFUL = 128 if INTERPRETED else 16
 
 
 def _direct_tile(
-    kernel: str, dtype: torch.dtype, rank: int, columns: int, biased: bool
+    kernel: str, dtype: torch.dtype, rank: int, columns: int, biased: bool, hiding: bool
 ) -> DirectTile:
     if INTERPRETED:
         return _INTERPRETED
@@ -172,26 +177,30 @@ def _direct_tile(
         return _AMD[kernel]
     if biased:
         return _BIASED[kernel]
+    if hiding and rank > 1 and kernel == "query_gradient":
+        return _HIDING
     return _DIRECT[kernel, dtype == torch.float32, max(32, columns)][rank > 1]
 
 
 def direct_options(
-    kernel: str, dtype: torch.dtype, rank: int, dv: int, biased: bool
+    kernel: str, dtype: torch.dtype, rank: int, dv: int, biased: bool, hiding: bool
 ) -> dict[str, Any]:
     """Everything that is fixed at compile time, except for the problem itself.
 
-    `biased`: its scores are Gaussian, or have slopes or a bias per key: more registers.
+    `biased`: its scores are Gaussian, or have slopes or a bias per key: more registers. `hiding`:
+    so does is_causal or attn_mask.
     """
     widest = WIDEST[dtype] if kernel == "forward" else WIDEST[dtype] // 2
     columns = column_block(dv, widest)
-    tile = _direct_tile(kernel, dtype, rank, columns, biased)
+    tile = _direct_tile(kernel, dtype, rank, columns, biased, hiding)
     tile = _entry(("direct", kernel, dtype == torch.float32, columns, rank > 1, biased), tile)
     return {
         **tile._asdict(),
         "BLOCK_DV": columns,
         "DOT": dot_type(dtype),
         "PRECISION": precision(),
-        "num_stages": 2,
+        "BLOCK_CAREFUL": _CAREFUL,
+        "num_stages": 1 if biased and hiding and kernel == "key_gradient" else 2,
         **_all_registers(),
     }
 

@@ -5,6 +5,9 @@
 //
 // Gaussian scores are computed from differences q - k: in |q|^2 - 2 q . k + |k|^2 an offset common
 // to all queries and keys would leave nothing but rounding.
+//
+// What a mask hides does not count, whatever it holds. Hidden pairs have weight 0, but 0 * NaN is
+// NaN; where a product meets NaN or infinity, the pairs that are visible are added one by one.
 #pragma once
 
 #include "cuda/sums.cuh"
@@ -74,13 +77,22 @@ struct Masks {
     return bias == T(-INFINITY) ? bias : logit + bias;
   }
 
+  // Whether an entry of a mask hides; `hiding` is what true means.
+  __device__ static bool hides(const Strided& mask, int64_t at, bool hiding) {
+    if (!mask.data) return false;
+    if (mask.dtype == DType::kBool)
+      return (static_cast<const uint8_t*>(mask.data)[at] != 0) == hiding;
+    return T(number_at(mask, at)) == T(-INFINITY);
+  }
   // Whether key_mask hides key j from all queries.
   __device__ bool hides(int64_t j) const {
-    if (!call.key_mask.data) return false;
-    const int64_t at = key_offset + j * call.key_mask.column;
-    if (call.key_mask.dtype == DType::kBool)
-      return static_cast<const uint8_t*>(call.key_mask.data)[at] != 0;
-    return T(number_at(call.key_mask, at)) == T(-INFINITY);
+    return hides(call.key_mask, key_offset + j * call.key_mask.column, true);
+  }
+  // Whether query i may not attend to key j, or one of them does not exist.
+  __device__ bool hides(int64_t i, int64_t j) const {
+    return i >= call.n_q || j >= call.n_k || (call.is_causal && j > i) || hides(j) ||
+           hides(call.attn_mask, attn_offset + i * call.attn_mask.row + j * call.attn_mask.column,
+                 false);
   }
 
   // Whether queries i .. i + rows and keys j .. j + keys exist and see each other unmasked.
@@ -246,27 +258,28 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
     const auto& here = values[half];
     half ^= 1;
     if (key + N < end) load(key + N);
-    if (!masks.all_plain(at.first, kThreads, key, N))
-      table.edit(logit, [&](T x, int j) { return masks.apply(x, row, key + j); });
+    const bool plain = masks.all_plain(at.first, kThreads, key, N);
+    if (!plain) table.edit(logit, [&](T x, int j) { return masks.apply(x, row, key + j); });
     T top = -INFINITY;
 #pragma unroll
     for (int j = 0; j < N; ++j) top = logit[j] > top ? logit[j] : top;
     factor[threadIdx.x] = state.raise(top);
     pending *= factor[threadIdx.x];
     const T reference = state.reference();
+    table.edit_short(logit, [&](T x, int) { return state.power_of_2(x - reference); });
     T sum = 0;
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      logit[j] = OnlineSoftmax<T>::power_of_2(logit[j] - reference);
-      sum += logit[j];
-    }
+    for (int j = 0; j < N; ++j) sum += logit[j];
     state.sum += double(sum);
     if (dropout.threshold)
       table.edit(logit, [&](T x, int j) { return dropout.keeps(row, key + j) ? x : T(0); });
     table.put(logit);
     __syncwarp();
     sums.scale(factor);
-    sums.add(table, here);
+    if (!plain && not_finite<S, N>(here))
+      sums.add_visible(table, here, [&](int j) { return masks.hides(row, key + j); });
+    else
+      sums.add(table, here);
   }
 
   __syncwarp();

@@ -17,9 +17,6 @@ namespace boltzattn::cuda {
 template <class T>
 struct RowNorm {
   T high, low, delta;
-
-  // All keys of such a row may be hidden, and its query may hold NaN.
-  __device__ __forceinline__ bool empty() const { return low == T(INFINITY); }
 };
 
 template <class S, bool Gaussian>
@@ -122,22 +119,20 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
     const auto& norm = norms[half];
     half ^= 1;
     if (row + N < call.n_q) load(row + N);
-    if (!masks.all_plain(row, N, at.first, kThreads))
-      table.edit(logit, [&](T x, int i) { return masks.apply(x, row + i, key); });
-    const auto weight = [&](T x, int i) {
+    const bool plain = masks.all_plain(row, N, at.first, kThreads);
+    if (!plain) table.edit(logit, [&](T x, int i) { return masks.apply(x, row + i, key); });
+    table.edit_short(logit, [&](T x, int i) {
       return OnlineSoftmax<T>::power_of_2((x - norm[i].high) - norm[i].low);
-    };
-    if constexpr (sizeof(T) == 8) {
-      table.edit(logit, weight);  // unrolled, fp64's exponentials would spill registers
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) logit[i] = weight(logit[i], i);
-    }
+    });
     if (dropout.threshold)
       table.edit(logit, [&](T x, int i) { return dropout.keeps(row + i, key) ? x : T(0); });
     table.put(logit);
     __syncwarp();
-    sums.add(table, here);
+    // The weights of a row whose sum is NaN are NaN, even those of hidden keys.
+    if (!plain && (__any_sync(~0u, isnan(norm[threadIdx.x % N].low)) || not_finite<S, N>(here)))
+      sums.add_visible(table, here, [&](int i) { return masks.hides(row + i, key); });
+    else
+      sums.add(table, here);
   }
 
   if (call.n_q - start > kSpan) sums.take_totals(totals, nullptr, keys_here, at.column, call.dv);
@@ -343,21 +338,29 @@ __global__ void __launch_bounds__(kThreads)
     T x[kHalf];
 #pragma unroll
     for (int o = 0; o < kHalf; ++o) x[o] = grad_logit[half + o][owner];
-    for (int r = 0; r < depth; ++r) {
-      T part = 0, mine = 0;
-      if (Gaussian && (Keys || !norms[owner].empty())) mine = product.owner[r][owner];
-#pragma unroll
-      for (int o = 0; o < kHalf; ++o)
-        part += x[o] * (Gaussian ? product.other[r][half + o] - mine : product.other[r][half + o]);
-      sum[r][threadIdx.x] += double(part);
-    }
-    if (has_bias) {
+    // The sum of term(o, gradient of logit o) over the thread's others; over those that are visible
+    // if a hidden one may have spoilt it.
+    const auto sum_terms = [&](auto term) {
       T part = 0;
 #pragma unroll
-      for (int o = 0; o < kHalf; ++o)
-        part += Keys ? x[o] : -x[o] * masks.distance(token, first + half + o);
-      of_bias += double(part);
-    }
+      for (int o = 0; o < kHalf; ++o) part += term(half + o, x[o]);
+      if (plain || is_finite(part)) return part;
+      part = 0;
+#pragma unroll 1
+      for (int o = half; o < half + kHalf; ++o)
+        if (!masks.hides(Keys ? first + o : token, Keys ? token : first + o))
+          part += term(o, grad_logit[o][owner]);
+      return part;
+    };
+    for (int r = 0; r < depth; ++r)
+      sum[r][threadIdx.x] += double(sum_terms([&](int o, T slope) {
+        const T y = product.other[r][o];
+        return slope * (Gaussian ? y - product.owner[r][owner] : y);
+      }));
+    if (has_bias)
+      of_bias += double(sum_terms([&](int o, T slope) {
+        return Keys ? slope : -slope * masks.distance(token, first + o);
+      }));
     __syncthreads();
   }
 

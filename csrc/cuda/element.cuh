@@ -33,6 +33,11 @@ __device__ __forceinline__ float widen(__half x) {
   return __half2float(x);
 }
 
+template <class T>
+__device__ __forceinline__ bool is_finite(T x) {
+  return x - x == 0;
+}
+
 template <class S>
 __device__ __forceinline__ S narrow(Arithmetic<S> x) {
   return S(x);

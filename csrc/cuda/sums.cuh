@@ -62,6 +62,20 @@ __device__ __forceinline__ void load_rows(const S* head, const Strided& m, int64
   }
 }
 
+// Whether there is NaN or infinity among the rows of a tile; the whole warp looks for it.
+template <class S, int Rows, int Columns>
+__device__ __forceinline__ bool not_finite(const S (*row)[Columns]) {
+  constexpr int V = 16 / int(sizeof(S)), kPieces = (Columns - kPad<S>) / V;
+  bool found = false;
+#pragma unroll 1
+  for (int e = threadIdx.x % 32; e < Rows * kPieces; e += 32) {
+    const auto pack = *reinterpret_cast<const Pack<S, V>*>(row[e / kPieces] + e % kPieces * V);
+#pragma unroll
+    for (int v = 0; v < V; ++v) found |= !is_finite(widen(pack.at[v]));
+  }
+  return __any_sync(~0u, found);
+}
+
 // A warp's weights in shared memory: a column has a lane's own numbers, and tensor cores read rows.
 template <class S>
 union WarpTable {
@@ -82,6 +96,26 @@ union WarpTable {
 #pragma unroll
     for (int j = 0; j < N; ++j) x[j] = column[j][lane];
     if (kTensorCores<S>) __syncwarp();  // rows lie where other lanes' columns do
+  }
+
+  // The same where `change` is short: in registers. Exponentials of fp64 are not, and would spill
+  // them.
+  template <class Edit>
+  __device__ __forceinline__ void edit_short(T* x, Edit change) {
+    if constexpr (sizeof(T) == 8) {
+      edit(x, change);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) x[j] = change(x[j], j);
+    }
+  }
+
+  // The weight of number j for the token of a lane.
+  __device__ __forceinline__ T at(int j, int lane) const {
+    if constexpr (kTensorCores<S>)
+      return widen(row[lane][j]);
+    else
+      return column[j][lane];
   }
 
   // Weights of the lane's token, for the warp to use after __syncwarp.
@@ -188,6 +222,25 @@ struct Sums {
         for (int i = 0; i < kTokens; ++i)
 #pragma unroll
           for (int c = 0; c < kColumns; ++c) sum[i][c] += w[i] * x[c];
+      }
+    }
+  }
+
+  // The same one by one, without the rows that are hidden from a token; `hides(j)` says whether row
+  // j is from the lane's own.
+  template <class Hides>
+  __device__ __forceinline__ void add_visible(const WarpTable<S>& weight,
+                                              const S (*row)[Columns + kPad<S>], Hides hides) {
+#pragma unroll 1
+    for (int j = 0; j < kTile<T>; ++j) {
+      const uint32_t hidden = __ballot_sync(~0u, hides(j));
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        const int lane = token(i) % 32;
+        if (hidden >> lane & 1) continue;
+        const T w = weight.at(j, lane);
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) sum[i][c] += w * widen(row[j][start() + offset(c)]);
       }
     }
   }

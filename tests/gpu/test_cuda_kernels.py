@@ -19,7 +19,8 @@ from boltzattn.reference.direct import dropout_keep
 from covering import pairwise
 from cuda_launch import Machine, backward, executed, forward, modules, project
 from errors import assert_accurate
-from oracle import eagers, magnitudes, oracle
+from hidden import SPOILABLE, Hiding, assert_hidden_do_not_count, hiding
+from oracle import Result, eagers, magnitudes, oracle
 from torch import Tensor
 
 pytestmark = pytest.mark.nvcc
@@ -195,6 +196,41 @@ def test_biased_direct(case: dict[str, Any]) -> None:
     """Gaussian scores, slopes and key biases, with their gradients."""
     offset = 10_240 if case["score"] == "gaussian" and case["dtype"].itemsize >= 4 else 0
     assert_runs("direct", problem(**case, offset=offset))
+
+
+HIDING = [
+    {"mask": "float", "names": SPOILABLE, "poison": math.nan, "sizes": (24, 36)}
+    | {"dtype": torch.bfloat16},
+    {"mask": "causal", "names": ("query", "grad_out"), "poison": math.nan},
+    *pairwise(
+        {
+            "mask": ("causal", "bool", "float"),
+            "names": (("query",), ("key",), ("value",), ("grad_out",), SPOILABLE),
+            "poison": (math.nan, math.inf, -math.inf),
+            "sizes": ((40, 70), (70, 40)),
+            "rank": (1, 20),
+            "dv": (5, 70),
+            "dtype": DTYPES,
+        }
+    ),
+]
+
+
+@pytest.mark.parametrize("case", few_and_rest(HIDING, 2))
+def test_hidden_pairs_do_not_count(case: dict[str, Any]) -> None:
+    """Where tokens hold NaN or infinity, only what sees them is spoilt."""
+    call = hiding(**case)
+
+    def attend(call: Hiding) -> Result:
+        *tensors, grad_out, grad_lse = call.spoilt()
+        mask = None if call.attn_mask is None else call.attn_mask.expand(2, -1, -1)
+        scale = tensors[0].shape[-1] ** -0.5
+        problem = (*tensors, mask, None, None, scale, 0.0, call.is_causal)
+        out, lse = forward("direct", Machine(), *problem)
+        grads = backward("direct", Machine(), grad_out, grad_lse, out, lse, *problem)
+        return Result(out, lse if out.dtype == torch.float64 else lse.float(), *grads[:3])
+
+    assert_hidden_do_not_count(call, attend)
 
 
 @pytest.mark.parametrize("case", few_and_rest(TRANSFORM, 4))

@@ -44,7 +44,8 @@ from boltzattn.triton_kernels.tools.compilation import (
 from covering import pairwise
 from errors import CERTIFIED, assert_accurate, error_of
 from gpu_launches import PtxRun
-from oracle import eagers, largest, magnitudes, oracle
+from hidden import SPOILABLE, Hiding, assert_hidden_do_not_count, hiding
+from oracle import Result, eagers, largest, magnitudes, oracle
 from torch import Tensor
 
 # Largest shared memory of a program, in bytes.
@@ -238,6 +239,34 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_direct_from_ptx(dtype: torch.dtype, checks: dict[str, Any]) -> None:
     tensors = tensors_of(dtype, 70, 90, 2, 20)
     check("direct", tensors, PtxRun(**checks), scale=0.7, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "dtype"),
+    [
+        ("causal", torch.bfloat16),
+        *(
+            pytest.param(mask, dtype, marks=pytest.mark.full)
+            for mask, dtype in (("bool", torch.float32), ("float", torch.float16))
+        ),
+    ],
+)
+def test_hidden_pairs_do_not_count_from_ptx(mask: str, dtype: torch.dtype) -> None:
+    """Where tokens hold NaN, only what sees them is spoilt."""
+
+    def attend(call: Hiding) -> Result:
+        *inputs, grad_out, grad_lse = call.spoilt()
+        attn_mask = None if call.attn_mask is None else call.attn_mask.expand(2, -1, -1)
+        scale = inputs[0].shape[-1] ** -0.5
+        problem = Problem(*inputs, attn_mask, *[None] * 3, scale, 0.0, call.is_causal, False)
+        launcher = PtxRun()
+        saved = launcher.run(direct.direct_forward, problem)
+        grads = OutputGradients(grad_out, grad_lse)
+        found = launcher.run(direct.direct_backward, grads, saved, problem)
+        return Result(saved.out, saved.lse.float(), *found[:3])
+
+    names = ("query", "grad_out") if mask == "causal" else SPOILABLE
+    assert_hidden_do_not_count(hiding(mask, names, torch.nan, (36, 20), dtype=dtype), attend)
 
 
 SEEDS = torch.tensor([12345678901, -987654321])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from check import assert_attention, run
 from errors import assert_accurate
+from hidden import MASKS, SPOILABLE, Hiding, assert_hidden_do_not_count, hiding
 from oracle import Result, eagers, magnitudes, oracle
 from servers import PLAIN, Server, facts, servers
 from torch import Tensor
@@ -143,3 +144,18 @@ def test_second_derivatives_do_not_see_padding(server: Server) -> None:
         results.append(torch.autograd.grad(loss, tensors))
     for zeros, nans in zip(*results, strict=True):
         assert torch.equal(zeros, nans)
+
+
+@pytest.mark.parametrize("server", MASKED, ids=str)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("name", SPOILABLE)
+@pytest.mark.parametrize("mask", MASKS)
+def test_only_what_is_seen_counts(mask: str, name: str, poison: float, server: Server) -> None:
+    """Queries and gradients of out reach the keys that they see, keys and values the rows that see
+    them; as many queries as keys or not, and keys shared by heads."""
+    call = hiding(mask, (name,), poison, (40, 70) if name == "key" else (70, 40))
+
+    def attend(call: Hiding) -> Result:
+        return run(server, *call.spoilt(), attn_mask=call.attn_mask, is_causal=call.is_causal)
+
+    assert_hidden_do_not_count(call, attend)
