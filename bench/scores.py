@@ -1,11 +1,12 @@
-"""Key biases, Gaussian scores, ALiBi and causal calls of rank 1 against SDPA, in one run.
+"""Key biases, Gaussian scores, ALiBi and causal calls of rank 1 against dense attention, in one run.
 
     python -m bench.scores                        # n = 256 to 16,384
-    python -m bench.scores --sizes 65536 1048576  # SDPA is extrapolated beyond 16,384
+    python -m bench.scores --sizes 65536 1048576  # dense attention is extrapolated beyond 16,384
 
-Times are the best of several calls that allocate their results, in milliseconds. SDPA gets queries
-and keys padded to the width of the values, which is faster than as they are, and a bias as a mask
-that is expanded over the rows. A time marked ~ is extrapolated by n^2.
+Times are the best of several calls that allocate their results, in milliseconds. Ratios are to the
+faster of SDPA and of the formula in torch. SDPA gets queries and keys padded to the width of the
+values, which is faster than as they are, and a bias as a mask that is expanded over the rows. A
+time marked ~ is extrapolated by n^2.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DV = 64
-LARGEST_SDPA = 16_384
+LARGEST_DENSE = 16_384
 SECONDS = 0.5  # spent on each case
 
 
@@ -59,8 +60,28 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, **optio
     return F.scaled_dot_product_attention(F.pad(query, pad), F.pad(key, pad), value, **options)
 
 
+def formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    logits = scale * query @ key.mT
+    if bias is not None:
+        logits = logits + bias[..., None, :]
+    if attn_mask is not None:
+        logits = logits + attn_mask
+    if is_causal:
+        n = query.shape[-2]
+        logits = logits.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
+    return logits.softmax(-1) @ value
+
+
 class Case:
-    """One row: a call of ours, and the same by SDPA."""
+    """One row: a call of ours, and the same by dense attention."""
 
     def __init__(
         self,
@@ -96,8 +117,19 @@ class Case:
             alibi_slopes=self.slopes,
         )
 
-    def theirs(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+    def sdpa(self, *inputs: Tensor) -> Tensor:
+        return self._dense(sdpa, *inputs)
+
+    def formula(self, *inputs: Tensor) -> Tensor:
+        return self._dense(formula, *inputs)
+
+    def _dense(
+        self,
+        function: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None = None,
     ) -> Tensor:
         options: dict[str, Any] = {"scale": 1.0}
         if self.slopes is not None:
@@ -108,7 +140,7 @@ class Case:
             options["is_causal"] = True
         if self.score == "gaussian":
             bias = -0.5 * key.squeeze(-1).square()
-        return sdpa(query, key, value, bias, **options)
+        return function(query, key, value, bias, **options)
 
 
 def cases(n: int) -> list[Case]:
@@ -132,27 +164,26 @@ def main() -> None:
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)
     print(f"fp32, dv = {DV}, {asked.threads} threads")
-    print(f"{'':24} {'n':>9}  {'forward':>9} {'SDPA':>10} {'ratio':>8}  {'both':>9} {'ratio':>8}")
+    print(
+        f"{'':24} {'n':>9}  {'forward':>9} {'SDPA':>10} {'formula':>10} {'ratio':>8}"
+        f"  {'both':>9} {'SDPA':>10} {'formula':>10} {'ratio':>8}"
+    )
     for n in asked.sizes:
         for case in cases(n):
             # ALiBi's mask has n^2 numbers a head.
-            most = min(n, LARGEST_SDPA // (8 if case.slopes is not None else 1))
+            most = min(n, LARGEST_DENSE // (8 if case.slopes is not None else 1))
             part = [
                 x[..., :most] if i == 3 else x[..., :most, :] for i, x in enumerate(case.inputs)
             ]
             larger = (n / most) ** 2
-            times = []
+            mark = "~" if larger > 1 else ""
+            line = f"{case.name:24} {n:9,}"
             for passes in (forward, both):
                 own = best(passes(case.ours, *case.inputs))
-                other = best(passes(case.theirs, *part)) * larger
-                times.append((own, other, other / own))
-            mark = "~" if larger > 1 else ""
-            (own, other, ratio), (own_both, _, ratio_both) = times
-            print(
-                f"{case.name:24} {n:9,}  {own:9.3f} {mark + format(other, '.1f'):>10} {ratio:7.1f}x"
-                f"  {own_both:9.3f} {ratio_both:7.1f}x",
-                flush=True,
-            )
+                dense = [best(passes(one, *part)) * larger for one in (case.sdpa, case.formula)]
+                shown = " ".join(f"{mark + format(one, '.1f'):>10}" for one in dense)
+                line += f"  {own:9.3f} {shown} {min(dense) / own:7.1f}x"
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
