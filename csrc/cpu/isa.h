@@ -46,6 +46,7 @@ struct Kernels {
   void (*stream_extent)(const Attention&, const Stream&, bool* finite, double* extent);
   void (*stream_append)(const Attention&, const Stream&);
   void (*stream_query)(const Attention&, const Stream&);
+  void (*stream_step)(const Attention& tokens, const Attention& queries, const Stream&);
   double (*stream_largest)(const Attention&);  // |t|, or NaN
   void (*varlen_forward)(const Attention&, const Sequence*, int64_t count);
   void (*varlen_backward)(const AttentionGradient&, const Sequence*, int64_t count);

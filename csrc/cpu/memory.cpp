@@ -1,6 +1,7 @@
 // Memory that tasks work in. No torch.
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include <new>
 
 #include "cpu/parallel.h"
@@ -41,6 +42,59 @@ thread_local ThreadBlock block;
 constexpr int64_t kKept = 16 << 20;  // a thread keeps at most this; dv = 4,096 takes about as much
 constexpr int64_t kAlignment = 64, kPage = 4096;
 
+char* new_block(int64_t bytes) {
+  char* data = static_cast<char*>(std::aligned_alloc(size_t(kAlignment), size_t(bytes)));
+  if (!data) throw_out_of_memory(bytes);
+  return data;
+}
+
+// Blocks that calls have given back, for the next ones: the system clears a new block page by page.
+// The C library keeps smaller ones itself, and larger ones are used for longer than that takes.
+class SpareBlocks {
+ public:
+  // The smallest that is large enough, unless most of it would be wasted.
+  char* take(int64_t bytes) {
+    if (bytes < kLeast || bytes > kMost) return nullptr;
+    const std::lock_guard<std::mutex> guard(lock_);
+    Spare* best = nullptr;
+    for (Spare& one : spare_)
+      if (one.bytes >= bytes && one.bytes <= 2 * bytes && (!best || one.bytes < best->bytes))
+        best = &one;
+    if (!best) return nullptr;
+    char* const data = best->data;
+    total_ -= best->bytes;
+    *best = {};
+    return data;
+  }
+  // Whether it is kept.
+  bool keep(char* data, int64_t bytes) {
+    if (bytes < kLeast || bytes > kMost) return false;
+    const std::lock_guard<std::mutex> guard(lock_);
+    if (total_ + bytes > kMostTotal) return false;
+    for (Spare& one : spare_)
+      if (!one.data) {
+        one = {data, bytes};
+        total_ += bytes;
+        return true;
+      }
+    return false;
+  }
+
+ private:
+  struct Spare {
+    char* data = nullptr;
+    int64_t bytes = 0;
+  };
+  static constexpr int64_t kLeast = 1 << 20, kMost = 16 << 20, kMostTotal = 32 << 20;
+  std::mutex lock_;
+  Spare spare_[16];
+  int64_t total_ = 0;
+};
+SpareBlocks& spare_blocks() {
+  static SpareBlocks* const blocks = new SpareBlocks;  // outlives threads that end after main
+  return *blocks;
+}
+
 }  // namespace
 
 void throw_out_of_memory(int64_t bytes) {
@@ -51,12 +105,28 @@ char* thread_scratch(int64_t bytes) {
   if (block.bytes < bytes) {
     block.release();
     const int64_t whole = (bytes + kPage - 1) / kPage * kPage;
-    block.data = static_cast<char*>(std::aligned_alloc(size_t(kAlignment), size_t(whole)));
-    if (!block.data) throw_out_of_memory(whole);
+    block.data = new_block(whole);
     block.bytes = whole;
   }
   return block.data;
 }
+
+#ifdef __SANITIZE_ADDRESS__  // which watches blocks that are free
+char* take_block(int64_t bytes) {
+  return new_block(bytes);
+}
+void give_block(char* data, int64_t) {
+  std::free(data);
+}
+#else
+char* take_block(int64_t bytes) {
+  char* const spare = spare_blocks().take(bytes);
+  return spare ? spare : new_block(bytes);
+}
+void give_block(char* data, int64_t bytes) {
+  if (!spare_blocks().keep(data, bytes)) std::free(data);
+}
+#endif
 
 void trim_thread_scratch() {
   if (block.bytes > kKept) block.release();

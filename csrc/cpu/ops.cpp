@@ -560,10 +560,7 @@ std::tuple<Tensor, double, double> stream_step(Tensor sums, Tensor z, Tensor end
   const Stream s =
       describe_stream(view, sums, z, ends, tokens.heads, tokens.dv, BOLTZATTN_STREAM_ARGUMENTS);
   const double largest = kernels().stream_largest(of.call), extent = extent_with(tokens, s);
-  if (largest <= t_most && extent <= most) {
-    kernels().stream_append(tokens, s);
-    kernels().stream_query(of.call, s);
-  }
+  if (largest <= t_most && extent <= most) kernels().stream_step(tokens, of.call, s);
   return {of.out, largest, extent};
 }
 

@@ -28,13 +28,22 @@ static bool make_layout(Lookup<T>& head) {
   const Sites &queries = sites[0], &keys = sites[1];
   if (!queries.regular || !keys.regular) return false;
   if (keys.count == 0) return true;
+  EnvelopeMaker maker(queries, keys, call.is_gaussian ? 1 : 0, envelope_precision(call.value.dtype),
+                      head.layout);
+  double nearest = 0;
+  const auto compare = [&](int64_t task) {
+    if (task == 0)
+      maker.find_sites();
+    else if (call.is_gaussian)
+      nearest = farthest_lookup(queries, keys);
+  };
+  apart ? parallel(2, compare) : serial(2, compare);
   // The size of the logits of keys that matter, which their rounding errors follow.
   const double first = queries[0], last = queries[queries.count - 1];
   const double low = keys[0], high = keys[keys.count - 1];
   const double t_most = larger_of(::fabs(first), ::fabs(last));
   if (call.is_gaussian) {
     // A logit moves by the rounding of a position times the distance, too.
-    const double nearest = farthest_lookup(queries, keys);
     const double reach = ::sqrt(nearest * nearest + 4 * keys.most_bias) + 2;
     const double position = larger_of(t_most, larger_of(::fabs(low), ::fabs(high)));
     head.product = 0.5 * nearest * nearest + position * reach + kLargestRise + keys.most_bias;
@@ -42,9 +51,7 @@ static bool make_layout(Lookup<T>& head) {
     head.product = t_most * (high - low) + keys.most_bias;
   }
   if (!(head.product <= kLargestProduct)) return false;
-  EnvelopeMaker(queries, keys, call.is_gaussian ? 1 : 0, envelope_precision(call.value.dtype),
-                head.layout)
-      .run();
+  maker.make_layout();
   return true;
 }
 
@@ -88,8 +95,7 @@ static bool write_gradients(const Lookup<T>& head, const AttentionGradient& g) {
   }
   Buffer<double> query_moments(head.layout.query_node.size * head.row_size), values, slopes;
   sum_lookup_gradients(head, g, query_moments.data);
-  if (!(largest_of(query_moments.data, head.layout.query_node.size * head.row_size) <= kLargestSum))
-    return false;
+  if (!all_moderate(query_moments.data, head.layout.query_node.size * head.row_size)) return false;
   lookup_adjoint(head, query_moments.data, values, slopes);
   evaluate_lookup_keys(head, g, values.data, slopes.data);
   return true;

@@ -88,9 +88,12 @@ class EnvelopeMaker {
     t_max_ = t_[t_.count - 1];
   }
 
-  void run() {
+  // The sites that matter: in one thread, while another may work on something else.
+  void find_sites() {
     find_hull();
     keep_sites();
+  }
+  void make_layout() {
     make_bins();
     make_query_panels();
     make_key_panels();

@@ -13,7 +13,7 @@ static void sum_tiles(const Lookup<T>& head, bool keys, double* sums, Each each)
   const int64_t parts = division.by_panel ? 1 : division.tasks;
   Buffer<double> partial(parts > 1 ? parts * table : 0);
   double* const base = parts > 1 ? partial.data : sums;
-  set_zero(base, parts * table);
+  set_all_zero(base, parts * table);
   for_all_tiles(
       head, keys, division,
       [&](int64_t task, int64_t p, const Tile& tile, const double* at, TileScratch<T>& scratch) {
@@ -21,13 +21,21 @@ static void sum_tiles(const Lookup<T>& head, bool keys, double* sums, Each each)
         each(p, tile, at, base + (parts > 1 ? task : 0) * table, scratch);
       });
   if (parts == 1) return;
-  const int64_t block = 4096;
-  parallel(ceil_div(table, block), [&](int64_t b) {
-    const int64_t first = b * block, end = least(table, first + block);
+  for_parts(table, 4096, [&](int64_t first, int64_t end) {
     set_zero(sums + first, end - first);
     for (int64_t part = 0; part < parts; ++part)
       for (int64_t k = first; k < end; ++k) sums[k] += partial.data[part * table + k];
   });
+}
+
+// Whether no number exceeds what sums may be, and none is NaN.
+static bool all_moderate(const double* x, int64_t size) {
+  int odd = 0;
+  for_parts(size, kPart, [&](int64_t first, int64_t end) {
+    if (!(largest_of(x + first, end - first) <= kLargestSum))
+      __atomic_store_n(&odd, 1, __ATOMIC_RELAXED);
+  });
+  return odd == 0;
 }
 
 // Column `column` of a panel's rows += sums of weight[node][token] x[token].
@@ -48,9 +56,11 @@ static bool sum_key_moments(Lookup<T>& head) {
   const int64_t panels = head.layout.key.size, size = head.row_size, dv = head.dv;
   head.key_centre.resize(panels * size);
   set_zero(head.key_centre.data, panels * size);
-  for (int64_t p = 0; p < panels; ++p)
-    read_block(call.value, head.h, head.layout.key[p].top, 0, 1, dv,
-               head.key_centre.data + p * size, 0, 1);
+  for_parts(panels, 1024, [&](int64_t first, int64_t end) {
+    for (int64_t p = first; p < end; ++p)
+      read_block(call.value, head.h, head.layout.key[p].top, 0, 1, dv,
+                 head.key_centre.data + p * size, 0, 1);
+  });
   head.moments.resize(head.layout.key_node.size * size);
   int odd = 0;  // 1 if a value is not finite
   sum_tiles(
@@ -89,7 +99,7 @@ static bool sum_key_moments(Lookup<T>& head) {
         for (int64_t i = 0; i < tile.tokens; ++i)
           if (weights.node[i] >= 0) sums[weights.node[i] * size + dv] += weights.factor[i];
       });
-  if (odd || !(largest_of(head.moments.data, head.layout.key_node.size * size) <= kLargestSum))
+  if (odd || !all_moderate(head.moments.data, head.layout.key_node.size * size))
     return false;
   for (int64_t p = 0; p < panels; ++p) {  // from the centre to the values as they are
     const KeyPanel& panel = head.layout.key[p];

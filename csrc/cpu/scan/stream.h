@@ -25,7 +25,7 @@ static ScanTable<double> table_of(const Stream& s, int64_t h) {
 // Whether keys and values are finite; and the largest extent of a head's keys with these.
 void stream_extent(const Attention& call, const Stream& s, bool* finite, double* extent) {
   Buffer<double> odd(call.heads), wide(call.heads);
-  for_heads(call.heads, [&](int64_t h) {
+  const auto measure = [&](int64_t h) {
     Ends ends = ends_of(s, h);
     double strange = 0;
     Buffer<double> row(most(1, call.dv));
@@ -39,7 +39,8 @@ void stream_extent(const Attention& call, const Stream& s, bool* finite, double*
     }
     odd.data[h] = strange;
     wide.data[h] = ends.none() ? 0 : ends.high - ends.low;
-  });
+  };
+  call.n_k == 1 ? serial(call.heads, measure) : for_heads(call.heads, measure);
   *finite = true;
   *extent = 0;
   for (int64_t h = 0; h < call.heads; ++h) {
@@ -96,77 +97,150 @@ static void append_one(const Attention& call, const Stream& s, int64_t h) {
   s.ends[2 * h + 1] = after.low;
 }
 
-void stream_append(const Attention& tokens, const Stream& s) {
-  Attention call = tokens;
-  call.n_q = call.n_k;
-  call.query = call.key;  // a chunk has rows; nobody reads them here
-  if (call.n_k == 0) return;
-  for_heads(call.heads, [&](int64_t h) {
-    if (call.n_k == 1) return append_one(call, s, h);
-    ScanHead head{call, h};
-    start_stream_head(head, s, ends_of(s, h));
-    const ScanTable<double> table = table_of(s, h);
-    const int64_t block = 1 + kScanChunk * s.width;
-    Scratch scratch(
-        int64_t(sizeof(ScanChunk)) + (block + 3 * s.width) * 8 + Features<double>::bytes(s.layout),
-        3 + Features<double>::kPieces);
-    ScanChunk& chunk = *scratch.take<ScanChunk>(1);
-    double* rows = scratch.take<double>(block);
-    double* centres = scratch.take<double>(3 * s.width);  // 0: there are no gradients
-    set_zero(centres, 3 * s.width);
-    Features<double> features(s.layout, scratch);
-    for (int64_t c = 0; c < head.chunks; ++c) {
-      chunk.read(head, c);
-      const ChunkRows<double> values(call.value, h, chunk.first, chunk.keys, nullptr, 0, call.dv,
-                                     rows);
-      features.compute(head, chunk, c);
-      table.add_keys(features, values, centres, chunk.keys, nullptr);
-      head.before.data[c + 1] = chunk.after;
-    }
-    s.ends[2 * h] = chunk.after.high;
-    s.ends[2 * h + 1] = chunk.after.low;
-  });
+static void append_some(const Attention& call, const Stream& s, int64_t h) {
+  if (call.n_k == 1) return append_one(call, s, h);
+  ScanHead head{call, h};
+  start_stream_head(head, s, ends_of(s, h));
+  const ScanTable<double> table = table_of(s, h);
+  const int64_t block = 1 + kScanChunk * s.width;
+  Scratch scratch(
+      int64_t(sizeof(ScanChunk)) + (block + 3 * s.width) * 8 + Features<double>::bytes(s.layout),
+      3 + Features<double>::kPieces);
+  ScanChunk& chunk = *scratch.take<ScanChunk>(1);
+  double* rows = scratch.take<double>(block);
+  double* centres = scratch.take<double>(3 * s.width);  // 0: there are no gradients
+  set_zero(centres, 3 * s.width);
+  Features<double> features(s.layout, scratch);
+  for (int64_t c = 0; c < head.chunks; ++c) {
+    chunk.read(head, c);
+    const ChunkRows<double> values(call.value, h, chunk.first, chunk.keys, nullptr, 0, call.dv,
+                                   rows);
+    features.compute(head, chunk, c);
+    table.add_keys(features, values, centres, chunk.keys, nullptr);
+    head.before.data[c + 1] = chunk.after;
+  }
+  s.ends[2 * h] = chunk.after.high;
+  s.ends[2 * h + 1] = chunk.after.low;
+}
+
+// The basis of the layout of the last call, which is mostly that of this one.
+static const ScanBasis<double>& basis_of(const ScanLayout& layout) {
+  static thread_local ScanBasis<double> basis(layout);
+  static thread_local double ratio = layout.ratio;
+  if (basis.central.nodes != layout.nodes || ratio != layout.ratio) {
+    basis = ScanBasis<double>(layout);
+    ratio = layout.ratio;
+  }
+  return basis;
 }
 
 // What `narrow` takes to write a number: fp64 for fp64, else fp32.
 template <class Reference>
 using Wide = std::conditional_t<sizeof(std::remove_reference_t<Reference>) == 8, double, float>;
 
+// Sums of values and of weights, relative to the weight of the row's top key, as out and lse.
+static void write_row(const Attention& call, int64_t h, int64_t i, double t, double top,
+                      const double* sums, double z) {
+  const double inverse = z > 0 ? 1 / z : 0;
+  lse_of(call, h)[i] = z > 0 ? t * top + ::log(z) : -INFINITY;
+  with_type(call.out, h, i, 0, [&](auto* to) {
+    for (int64_t column = 0; column < call.dv; ++column)
+      narrow(Wide<decltype(*to)>(sums[column] * inverse), to + column * call.out.column);
+  });
+}
+
+// One query: as a chunk, but without its bookkeeping.
+static void query_one(const Attention& call, const Stream& s, int64_t h,
+                      const ScanBasis<double>& basis) {
+  constexpr int L = kLanes<double>;
+  const ScanLayout& layout = s.layout;
+  const ScanTable<double> table = table_of(s, h);
+  const Ends ends = ends_of(s, h);
+  double query;
+  read_column(call.query, h, 0, 1, &query);
+  const double t = query * call.scale, top = t < 0 ? ends.low : ends.high;
+  Scratch scratch((s.width + kMostNodes * L) * 8, 2);
+  double* sums = scratch.take<double>(s.width);
+  double* weight = scratch.take<double>(kMostNodes * L);
+  set_zero(sums, s.width);
+  double z = 0;
+  if (!ends.none()) {
+    int32_t panel;
+    find_panels(layout, &t, 1, &panel);
+    double place[L], exponent[L] = {}, factor[L];
+    for (double& x : place) x = scan_place(layout, panel, t);
+    exponent[0] = t * (ends.at(end_of(layout, panel)) - top) * kLog2e;
+    powers_of_2(exponent, L, factor);
+    panel == 0 ? basis.central.weigh(place, L, weight, L) : basis.outer.weigh(place, L, weight, L);
+    for (int a = 0; a < layout.nodes; ++a) {
+      const double w = weight[a * L] * factor[0];
+      const double* line = table.sums + (panel * layout.nodes + a) * s.width;
+      for (int64_t c = 0; c < s.width; c += L) store(sums + c, load(sums + c) + load(line + c) * w);
+      z += table.z[panel * layout.nodes + a] * w;
+    }
+  }
+  write_row(call, h, 0, t, top, sums, z);
+}
+
+static void query_some(const Attention& call, const Stream& s, int64_t h,
+                       const ScanBasis<double>& basis) {
+  if (call.n_q == 1) return query_one(call, s, h, basis);
+  ScanHead head{call, h};
+  const Ends ends = ends_of(s, h);
+  start_stream_head(head, s, ends);
+  const ScanTable<double> table = table_of(s, h);
+  Scratch scratch(int64_t(sizeof(ScanChunk)) + 4 * (s.layout.panels() + 1) +
+                      kScanChunk * (kScanChunk + s.width + 1) * 8,
+                  5);
+  ScanChunk& chunk = *scratch.take<ScanChunk>(1);
+  int32_t* start = scratch.take<int32_t>(s.layout.panels() + 1);
+  double* weight = scratch.take<double>(kScanChunk * kScanChunk);
+  const RowSums<double> sums{scratch.take<double>(kScanChunk * s.width), s.width,
+                             scratch.take<double>(kScanChunk)};
+  for (int64_t c = 0; c < head.chunks; ++c) {
+    chunk.read(head, c);
+    chunk.sort(s.layout, start);
+    set_zero(sums.data, chunk.rows * s.width);
+    set_zero(sums.z, kScanChunk);
+    read_table(head, table, ends, chunk, start, basis, weight, sums);
+    for (int64_t i = 0; i < chunk.rows; ++i)
+      write_row(call, h, chunk.first + i, chunk.t[i], chunk.top[i], sums[i], sums.z[i]);
+  }
+}
+
+// A chunk has rows and keys, which nobody reads here.
+static Attention as_tokens(Attention call) {
+  call.n_q = call.n_k;
+  call.query = call.key;
+  return call;
+}
+static Attention as_queries(Attention call) {
+  call.n_k = 0;
+  call.key = call.query;
+  return call;
+}
+
+void stream_append(const Attention& tokens, const Stream& s) {
+  const Attention call = as_tokens(tokens);
+  if (call.n_k > 0) for_heads(call.heads, [&](int64_t h) { append_some(call, s, h); });
+}
+
 // out and lse of the queries over all tokens so far.
 void stream_query(const Attention& queries, const Stream& s) {
-  Attention call = queries;
-  call.n_k = 0;
-  call.key = call.query;  // a chunk has keys; there are none here
-  const ScanBasis<double> basis(s.layout);
-  if (call.n_q == 0) return;
-  for_heads(call.heads, [&](int64_t h) {
-    ScanHead head{call, h};
-    const Ends ends = ends_of(s, h);
-    start_stream_head(head, s, ends);
-    const ScanTable<double> table = table_of(s, h);
-    Scratch scratch(int64_t(sizeof(ScanChunk)) + 4 * (s.layout.panels() + 1) +
-                        kScanChunk * (kScanChunk + s.width + 1) * 8,
-                    5);
-    ScanChunk& chunk = *scratch.take<ScanChunk>(1);
-    int32_t* start = scratch.take<int32_t>(s.layout.panels() + 1);
-    double* weight = scratch.take<double>(kScanChunk * kScanChunk);
-    const RowSums<double> sums{scratch.take<double>(kScanChunk * s.width), s.width,
-                               scratch.take<double>(kScanChunk)};
-    for (int64_t c = 0; c < head.chunks; ++c) {
-      chunk.read(head, c);
-      chunk.sort(s.layout, start);
-      set_zero(sums.data, chunk.rows * s.width);
-      set_zero(sums.z, kScanChunk);
-      read_table(head, table, ends, chunk, start, basis, weight, sums);
-      for (int64_t i = 0; i < chunk.rows; ++i) {
-        const double z = sums.z[i], inverse = z > 0 ? 1 / z : 0;
-        for (int64_t column = 0; column < s.width; ++column) sums[i][column] *= inverse;
-        lse_of(call, h)[chunk.first + i] = z > 0 ? chunk.t[i] * chunk.top[i] + ::log(z) : -INFINITY;
-        with_type(call.out, h, chunk.first + i, 0, [&](auto* to) {
-          for (int64_t column = 0; column < call.dv; ++column)
-            narrow(Wide<decltype(*to)>(sums[i][column]), to + column * call.out.column);
-        });
-      }
-    }
-  });
+  const Attention call = as_queries(queries);
+  const ScanBasis<double>& basis = basis_of(s.layout);
+  if (call.n_q > 0) for_heads(call.heads, [&](int64_t h) { query_some(call, s, h, basis); });
+}
+
+// Both, one after the other. A token of a few heads takes no longer than it takes to wake a thread.
+void stream_step(const Attention& tokens, const Attention& queries, const Stream& s) {
+  constexpr int64_t kAlone = 1 << 18;  // numbers in the tables
+  const Attention call = as_tokens(tokens), asked = as_queries(queries);
+  const ScanBasis<double>& basis = basis_of(s.layout);
+  const auto step = [&](int64_t h) {
+    if (call.n_k > 0) append_some(call, s, h);
+    if (asked.n_q > 0) query_some(asked, s, h, basis);
+  };
+  const int64_t work = call.heads * s.layout.features() * s.width * most(call.n_k, asked.n_q);
+  work < kAlone ? serial(call.heads, step) : for_heads(call.heads, step);
 }

@@ -55,7 +55,8 @@ struct Features {
   }
 };
 
-// Rows of the tokens of a chunk, in place where that is possible.
+// Rows of the tokens of a chunk: in place if they lie close together. Rows far apart would share few
+// sets of a cache, and a chunk is read several times.
 template <class T>
 struct ChunkRows {
   const T* data;
@@ -67,13 +68,24 @@ struct ChunkRows {
   // first + token[i] if `token` is given.
   ChunkRows(const Matrix& m, int64_t h, int64_t first, int64_t count, const int32_t* token,
             int64_t begin, int64_t columns, T* block) {
-    if (!token && in_vectors<T>(m, columns)) {
-      data = static_cast<const T*>(m.data) + m.head[h] + first * m.row + begin;
+    const bool whole = !token && in_vectors<T>(m, columns);
+    const T* from = static_cast<const T*>(m.data) + m.head[h] + first * m.row + begin;
+    if (whole && m.row <= 2 * columns) {
+      data = from;
       row = m.row;
       return;
     }
     row = round_up(columns, kLanes<T>);
     data = block;
+    if (whole) {
+      for (int64_t j = 0; j < count; ++j, block += row, from += m.row) {
+        // The chunk after this one; a prefetch past the end of the tensor does nothing.
+        for (int64_t c = 0; c < columns; c += kCacheLine / int64_t(sizeof(T)))
+          __builtin_prefetch(from + count * m.row + c, 0, 2);
+        for (int64_t c = 0; c < columns; c += kLanes<T>) store(block + c, load(from + c));
+      }
+      return;
+    }
     for (int64_t j = 0; j < count; ++j, block += row) {
       read_block(m, h, first + (token ? token[j] : j), begin, 1, columns, block, 0, 1);
       for (int64_t c = columns; c < row; ++c) block[c] = 0;

@@ -40,17 +40,25 @@ struct Buffer {
   T* data = nullptr;
   Buffer() = default;
   explicit Buffer(int64_t size) { resize(size); }
-  ~Buffer() { std::free(data); }
+  ~Buffer() { release(); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
 
   void resize(int64_t size) {
-    std::free(data);
-    const int64_t bytes = round_up(size * int64_t(sizeof(T)) + 1, kCacheLine);
-    data = static_cast<T*>(std::aligned_alloc(size_t(kCacheLine), size_t(bytes)));
-    if (!data) throw_out_of_memory(bytes);
+    release();
+    const int64_t whole = round_up(size * int64_t(sizeof(T)) + 1, kCacheLine);
+    data = reinterpret_cast<T*>(take_block(whole));
+    bytes = whole;
     forbid(data, bytes);
     allow(data, size * int64_t(sizeof(T)));
+  }
+
+ private:
+  int64_t bytes = 0;
+
+  void release() {
+    if (data) give_block(reinterpret_cast<char*>(data), bytes);
+    data = nullptr;
   }
 };
 // An array that grows.
@@ -81,6 +89,19 @@ struct List {
 template <class T>
 BOLTZATTN_INLINE void set_zero(T* data, int64_t size) {
   __builtin_memset(data, 0, size_t(size) * sizeof(T));
+}
+
+// Calls body(first, end) for parts of a long array, side by side.
+template <class Body>
+static void for_parts(int64_t size, int64_t part, Body body) {
+  if (size <= part) return body(int64_t(0), size);
+  parallel(ceil_div(size, part),
+           [&](int64_t k) { body(k * part, least(size, (k + 1) * part)); });
+}
+constexpr int64_t kPart = 1 << 16;  // numbers
+template <class T>
+static void set_all_zero(T* data, int64_t size) {
+  for_parts(size, kPart, [&](int64_t first, int64_t end) { set_zero(data + first, end - first); });
 }
 
 // Memory of one task, cut from that of its thread. The caller states how many bytes it takes in how

@@ -13,17 +13,20 @@ struct Table {
   template <class OffsetOf>
   Table(const double* from, int64_t from_size, int64_t rows, int64_t count, OffsetOf offset_of)
       : size(round_up(count, kLanes<T>)), wide(rows * size), last(rows) {
-    for (int64_t r = 0; r < rows; ++r, from += from_size) {
-      T* to = wide.data + r * size;
-      const double* offset = offset_of(r);
-      if (offset) {
-        for (int64_t c = 0; c < count; ++c) to[c] = T(from[c] + offset[c]);
-      } else {
-        for (int64_t c = 0; c < count; ++c) to[c] = T(from[c]);
+    for_parts(rows, 1024, [&](int64_t first, int64_t end) {
+      for (int64_t r = first; r < end; ++r) {
+        const double* row = from + r * from_size;
+        T* to = wide.data + r * size;
+        const double* offset = offset_of(r);
+        if (offset) {
+          for (int64_t c = 0; c < count; ++c) to[c] = T(row[c] + offset[c]);
+        } else {
+          for (int64_t c = 0; c < count; ++c) to[c] = T(row[c]);
+        }
+        for (int64_t c = count; c < size; ++c) to[c] = 0;
+        last.data[r] = T(row[count]);
       }
-      for (int64_t c = count; c < size; ++c) to[c] = 0;
-      last.data[r] = T(from[count]);
-    }
+    });
   }
   Table(const double* from, int64_t from_size, int64_t rows, int64_t count)
       : Table(from, from_size, rows, count, [](int64_t) { return (const double*)nullptr; }) {}

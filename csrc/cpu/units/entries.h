@@ -62,6 +62,7 @@ void scan_backward(const AttentionGradient& g);
 void stream_extent(const Attention& call, const Stream& s, bool* finite, double* extent);
 void stream_append(const Attention& tokens, const Stream& s);
 void stream_query(const Attention& queries, const Stream& s);
+void stream_step(const Attention& tokens, const Attention& queries, const Stream& s);
 double stream_largest(const Attention& call);
 template <class T>
 void shard_tables(const Attention& call, const ScanShard& shard, const ShardTables& tables);

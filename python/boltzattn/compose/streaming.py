@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +13,22 @@ from torch import Tensor
 from boltzattn.compose.biased_table import BiasedTable, Bounds
 from boltzattn.compose.plain_table import PlainTable
 from boltzattn.problem import DTYPES, SCORES, accumulate_dtype
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _without_gradients(method: Callable[P, R]) -> Callable[P, R]:
+    """torch.no_grad takes 5 us even where gradients are off, which is a tenth of a step."""
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_grad_enabled():
+            return method(*args, **kwargs)
+        with torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run
 
 
 class StreamingAttention:
@@ -117,7 +135,7 @@ class StreamingAttention:
         """Memory of the state."""
         return sum(x.numel() * x.itemsize for x in self._table.tensors)
 
-    @torch.no_grad()
+    @_without_gradients
     def append(self, key: Tensor, value: Tensor, key_bias: Tensor | None = None) -> None:
         """Take in keys `[*num_heads, n, 1]` and values `[*num_heads, n, head_dim]`; any n, also 1.
 
@@ -129,7 +147,7 @@ class StreamingAttention:
             self._table.append(key, value, *bias)
             self._count += n
 
-    @torch.no_grad()
+    @_without_gradients
     def query(self, query: Tensor, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of queries `[*num_heads, n_q, 1]` to all tokens: `[*num_heads, n_q, head_dim]`.
 
@@ -140,7 +158,7 @@ class StreamingAttention:
         out, lse = self._table.query(query)
         return (out, lse.to(accumulate_dtype(self.dtype))) if return_lse else out
 
-    @torch.no_grad()
+    @_without_gradients
     def step(
         self, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None = None
     ) -> Tensor:
