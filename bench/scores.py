@@ -160,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 1024, 4096, 16_384])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", default="", help="rows whose name contains this")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)
@@ -170,6 +171,8 @@ def main() -> None:
     )
     for n in asked.sizes:
         for case in cases(n):
+            if asked.only not in case.name:
+                continue
             # ALiBi's mask has n^2 numbers a head.
             most = min(n, LARGEST_DENSE // (8 if case.slopes is not None else 1))
             part = [

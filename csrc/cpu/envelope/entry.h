@@ -21,8 +21,9 @@ static bool make_layout(Lookup<T>& head) {
   Sites sites[2];
   const bool apart = call.heads < thread_count();
   const auto find = [&](int64_t axis) {
-    axis == 0 ? find_query_sites(call, head.h, head.query_coordinate, sites[0])
-              : find_key_sites(call, head.h, head.key_coordinate, sites[1]);
+    using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+    axis == 0 ? find_query_sites<Bits>(call, head.h, head.query_coordinate, sites[0])
+              : find_key_sites<Bits>(call, head.h, head.key_coordinate, sites[1]);
   };
   apart ? parallel(2, find) : serial(2, find);
   const Sites &queries = sites[0], &keys = sites[1];

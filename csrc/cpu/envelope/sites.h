@@ -1,36 +1,47 @@
 // The distinct numbers among the queries or the keys of a head, in rising order. Included inside an
 // ISA's namespace.
 
-// Bits that compare like the numbers they stand for; those of keys with the tokens they belong to.
+// Bits that compare like the numbers they stand for: those of tensors in fp32 and below have 32.
+// Those of keys come with the tokens they belong to.
+template <class Bits>
 struct KeyNumber {
-  uint64_t bits;
+  Bits bits;
   int32_t token;
 };
+template <class Bits>
 struct QueryNumber {
-  uint64_t bits;
+  Bits bits;
 };
 
-BOLTZATTN_INLINE uint64_t sortable(double x) {
-  uint64_t bits;
-  x += 0.0;  // -0 becomes 0
-  __builtin_memcpy(&bits, &x, 8);
-  return bits >> 63 ? ~bits : bits | uint64_t(1) << 63;
+template <class Bits>
+using NumberOf = std::conditional_t<sizeof(Bits) == 8, double, float>;
+template <class Bits>
+constexpr Bits kSign = Bits(1) << (8 * sizeof(Bits) - 1);
+
+template <class Bits>
+BOLTZATTN_INLINE Bits sortable(double number) {
+  const NumberOf<Bits> x = NumberOf<Bits>(number) + 0;  // -0 becomes 0
+  Bits bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits & kSign<Bits> ? ~bits : bits | kSign<Bits>;
 }
-BOLTZATTN_INLINE double number_of(uint64_t bits) {
-  bits = bits >> 63 ? bits & ~(uint64_t(1) << 63) : ~bits;
-  double x;
-  __builtin_memcpy(&x, &bits, 8);
-  return x;
+template <class Bits>
+BOLTZATTN_INLINE double number_of(Bits bits) {
+  bits = bits & kSign<Bits> ? bits & ~kSign<Bits> : ~bits;
+  NumberOf<Bits> x;
+  __builtin_memcpy(&x, &bits, sizeof x);
+  return double(x);
 }
 
 // Sorts by digits, from the last; tokens with equal numbers keep their order. A digit that all
-// numbers share costs one look: fp32 numbers have no more than 35 bits that differ. Returns the
-// buffer that holds the result.
+// numbers share costs one look. Returns the buffer that holds the result.
 template <class Number>
 static Number* radix_sort(Number* from, Number* to, int64_t count) {
-  const int width = count < (1 << 13) ? 8 : 11, digits = (64 + width - 1) / width;
-  const uint64_t mask = (uint64_t(1) << width) - 1;
-  uint64_t all = ~uint64_t(0), any = 0;
+  using Bits = decltype(from->bits);
+  constexpr int kBits = 8 * int(sizeof(Bits));
+  const int width = count < (1 << 13) ? 8 : 11, digits = (kBits + width - 1) / width;
+  const Bits mask = (Bits(1) << width) - 1;
+  Bits all = ~Bits(0), any = 0;
   for (int64_t i = 0; i < count; ++i) all &= from[i].bits, any |= from[i].bits;
   Buffer<int32_t> start(int64_t(mask) + 1);
   for (int d = 0; d < digits; ++d) {
@@ -39,7 +50,7 @@ static Number* radix_sort(Number* from, Number* to, int64_t count) {
     set_zero(start.data, int64_t(mask) + 1);
     for (int64_t i = 0; i < count; ++i) ++start.data[from[i].bits >> shift & mask];
     int32_t sum = 0;
-    for (uint64_t b = 0; b <= mask; ++b) {
+    for (Bits b = 0; b <= mask; ++b) {
       const int32_t here = start.data[b];
       start.data[b] = sum;
       sum += here;
@@ -73,40 +84,44 @@ struct Sites {
   double operator[](int64_t i) const { return at.data[i]; }
 };
 
-// Calls visit(token, coordinate) for the tokens of an axis.
+// Calls visit(token, number) for the tokens of an axis.
 template <class Visit>
-static void for_numbers(const Matrix& m, int64_t h, int64_t n, const Coordinate& coordinate,
-                        Visit visit) {
+static void for_numbers(const Matrix& m, int64_t h, int64_t n, Visit visit) {
   for (int64_t first = 0; first < n; first += kChunk) {
     double number[kChunk];
     const int64_t here = least(kChunk, n - first);
     read_column(m, h, first, here, number);
-    for (int64_t j = 0; j < here; ++j) visit(first + j, coordinate.of(number[j]));
+    for (int64_t j = 0; j < here; ++j) visit(first + j, number[j]);
   }
 }
 
+template <class Bits>
 static void find_query_sites(const Attention& call, int64_t h, const Coordinate& coordinate,
                              Sites& sites) {
-  Buffer<QueryNumber> numbers(call.n_q), other(call.n_q);
+  const int64_t n = call.n_q;
+  Buffer<QueryNumber<Bits>> numbers(n), other(n);
   double odd = 0;
-  for_numbers(call.query, h, call.n_q, coordinate, [&](int64_t i, double x) {
-    odd += x * 0;
-    numbers.data[i] = {sortable(x)};
+  for_numbers(call.query, h, n, [&](int64_t i, double x) {
+    odd += coordinate.of(x) * 0;
+    numbers.data[i] = {sortable<Bits>(x)};
   });
   sites.regular = odd == 0;
   if (!sites.regular) return;
-  const QueryNumber* sorted = radix_sort(numbers.data, other.data, call.n_q);
-  sites.at.resize(call.n_q);
-  for (int64_t i = 0; i < call.n_q; ++i)
-    if (i == 0 || sorted[i].bits != sorted[i - 1].bits)
-      sites.at.data[sites.count++] = number_of(sorted[i].bits);
+  const QueryNumber<Bits>* sorted = radix_sort(numbers.data, other.data, n);
+  sites.at.resize(n);
+  const bool falls = coordinate.factor < 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const double x = coordinate.of(number_of(sorted[falls ? n - 1 - i : i].bits));
+    if (i == 0 || x != sites.at.data[sites.count - 1]) sites.at.data[sites.count++] = x;
+  }
 }
 
 // Keys that the mask hides are left out.
+template <class Bits>
 static void find_key_sites(const Attention& call, int64_t h, const Coordinate& coordinate,
                            Sites& sites) {
   const int64_t n = call.n_k;
-  Buffer<KeyNumber> numbers(n), other(n);
+  Buffer<KeyNumber<Bits>> numbers(n), other(n);
   Buffer<double> bias(n);
   Buffer<uint8_t> skip(n);
   set_zero(skip.data, n);
@@ -114,27 +129,29 @@ static void find_key_sites(const Attention& call, int64_t h, const Coordinate& c
     read_bias(call, h, first, least(kChunk, n - first), bias.data + first, skip.data + first);
   int64_t count = 0;
   double odd = 0;
-  for_numbers(call.key, h, n, coordinate, [&](int64_t j, double x) {
+  for_numbers(call.key, h, n, [&](int64_t j, double x) {
     if (skip.data[j]) return;
-    odd += x * 0 + bias.data[j] * 0;
-    numbers.data[count++] = {sortable(x), int32_t(j)};
+    odd += coordinate.of(x) * 0 + bias.data[j] * 0;
+    numbers.data[count++] = {sortable<Bits>(x), int32_t(j)};
   });
   sites.regular = odd == 0;
   if (!sites.regular) return;
-  const KeyNumber* sorted = radix_sort(numbers.data, other.data, count);
+  const KeyNumber<Bits>* sorted = radix_sort(numbers.data, other.data, count);
   sites.at.resize(count);
   sites.bias.resize(count);
   sites.token.resize(count);
+  const auto at = [&](int64_t i) { return coordinate.of(number_of(sorted[i].bits)); };
   for (int64_t i = 0, end; i < count; i = end) {
+    const double x = at(i);
     int32_t top = sorted[i].token;
-    for (end = i + 1; end < count && sorted[end].bits == sorted[i].bits; ++end)
+    for (end = i + 1; end < count && at(end) == x; ++end)
       if (bias.data[sorted[end].token] > bias.data[top]) top = sorted[end].token;
     double sum = 1;
     if (end - i > 1) {
       sum = 0;
       for (int64_t k = i; k < end; ++k) sum += ::exp(bias.data[sorted[k].token] - bias.data[top]);
     }
-    sites.at.data[sites.count] = number_of(sorted[i].bits);
+    sites.at.data[sites.count] = x;
     sites.bias.data[sites.count] = bias.data[top] + (sum == 1 ? 0 : ::log(sum));
     sites.token.data[sites.count++] = top;
     sites.most_bias = larger_of(sites.most_bias, ::fabs(bias.data[top]));
