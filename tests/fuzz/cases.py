@@ -380,6 +380,7 @@ def build(case: Case) -> Inputs:
         if case.score == "gaussian":
             keys, query = _gaussian(rng, case, keys, query)
             keys = tensor(keys.clip(-most, most)).double().numpy()
+            query = query.clip(-most, most)
         else:
             query = query * _query_size(case, keys, scale)
         value = _values(rng, case, (*key_lead, case.n_k, case.dv))

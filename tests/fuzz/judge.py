@@ -19,7 +19,7 @@ nothing else. So its floor has that error times the gradient that such a key wou
 weight.
 
 Products below the smallest normal number are rounded by as much as that one is, each of those that
-a sum has.
+a sum has: over columns, coordinates, and in gradients over queries or keys.
 """
 
 from __future__ import annotations
@@ -76,11 +76,13 @@ def check(case: Case) -> None:
     exact, magnitudes, by_logits = truth(case, inputs)
     info = torch.finfo(DTYPES[case.dtype])
     certified = case.method != "direct" and DTYPES[case.dtype] in CERTIFIED
-    factor, least = 1.0 if certified else 2.0, info.smallest_normal * (case.dv + case.rank)
+    terms = case.dv + case.rank + case.n_q + case.n_k
+    factor, least = 1.0 if certified else 2.0, info.smallest_normal * terms
     if case.kind == "merge":  # what is merged is as accurate as the lse of the parts
         factor *= max(1.0, magnitudes["lse"])
     sizes = {name: max(factor * size, least) for name, size in magnitudes.items()}
     is_sum = case.rank > 1 or case.score == "gaussian" or case.key_bias or case.alibi
+    is_sum = is_sum or "bias" in case.mask
     if is_sum and not certified:
         # 4 ulp of a number are at least 2 eps of it.
         sizes = {name: size + by_logits.get(name, 0.0) / 4 for name, size in sizes.items()}

@@ -198,7 +198,12 @@ class Softmax:
         out_size = (self.weights * self._spread(size)) @ av
         out_size = out_size + self.weights @ np.abs(move).astype(float)
         lse_size = (self.weights * size).sum(-1)
-        return {"tangent_out": Found(out, out_size), "tangent_lse": Found(mean, lse_size)}
+        lse = Found(mean, lse_size, self._moved_mean(slope))
+        return {"tangent_out": Found(out, out_size), "tangent_lse": lse}
+
+    def _moved_mean(self, centred: Array) -> Array:
+        """sum_j P_ij |l_ij| |x_ij - mean_i|, for x measured from its mean."""
+        return (self.weights * self.size_logits * np.abs(centred).astype(float)).sum(-1)
 
     def double(self, g: Array, h: Array, moves: tuple[Array, ...]) -> dict[str, Found]:
         """Gradients of D = <moves, vjp(g, h)> = sum_ij P_ij (S_ij A_ij + B_ij).
@@ -220,7 +225,7 @@ class Softmax:
         moved, moved_size = p * slope, w * slope_size
         return {
             "double_grad_out": Found(moved @ self.v + p @ to_v, moved_size @ av + w @ mv),
-            "double_grad_lse": Found(mean, (w * slope_size).sum(-1)),
+            "double_grad_lse": Found(mean, (w * slope_size).sum(-1), self._moved_mean(slope)),
             "double_query": Found((z @ self.k + y @ to_k) * scale, (z_size @ ak + y_size @ mk) * s),
             "double_key": Found(
                 (_t(z) @ self.q + _t(y) @ to_q) * scale, (_t(z_size) @ aq + _t(y_size) @ mq) * s
