@@ -1,4 +1,4 @@
-"""Key biases, Gaussian scores, ALiBi and causal calls of rank 1 against dense attention, in one run.
+"""Key biases, Gaussian scores, ALiBi and causal calls of rank 1 against dense attention.
 
     python -m bench.scores                        # n = 256 to 16,384
     python -m bench.scores --sizes 65536 1048576  # dense attention is extrapolated beyond 16,384
