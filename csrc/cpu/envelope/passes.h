@@ -99,8 +99,7 @@ static bool sum_key_moments(Lookup<T>& head) {
         for (int64_t i = 0; i < tile.tokens; ++i)
           if (weights.node[i] >= 0) sums[weights.node[i] * size + dv] += weights.factor[i];
       });
-  if (odd || !all_moderate(head.moments.data, head.layout.key_node.size * size))
-    return false;
+  if (odd || !all_moderate(head.moments.data, head.layout.key_node.size * size)) return false;
   for (int64_t p = 0; p < panels; ++p) {  // from the centre to the values as they are
     const KeyPanel& panel = head.layout.key[p];
     const T* centre = head.key_centre.data + p * size;

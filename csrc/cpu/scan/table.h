@@ -55,8 +55,8 @@ struct Features {
   }
 };
 
-// Rows of the tokens of a chunk: in place if they lie close together. Rows far apart would share few
-// sets of a cache, and a chunk is read several times.
+// Rows of the tokens of a chunk: in place if they lie close together. Rows far apart would share
+// few sets of a cache, and a chunk is read several times.
 template <class T>
 struct ChunkRows {
   const T* data;

@@ -95,8 +95,7 @@ BOLTZATTN_INLINE void set_zero(T* data, int64_t size) {
 template <class Body>
 static void for_parts(int64_t size, int64_t part, Body body) {
   if (size <= part) return body(int64_t(0), size);
-  parallel(ceil_div(size, part),
-           [&](int64_t k) { body(k * part, least(size, (k + 1) * part)); });
+  parallel(ceil_div(size, part), [&](int64_t k) { body(k * part, least(size, (k + 1) * part)); });
 }
 constexpr int64_t kPart = 1 << 16;  // numbers
 template <class T>
