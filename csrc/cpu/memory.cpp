@@ -48,29 +48,33 @@ char* new_block(int64_t bytes) {
   return data;
 }
 
+#ifndef __SANITIZE_ADDRESS__  // which watches blocks that are free
 // Blocks that calls have given back, for the next ones: the system clears a new block page by page.
 // The C library keeps smaller ones itself, and larger ones are used for longer than that takes.
+// Nobody waits for the lock: a process that was forked while a thread held it would wait forever.
 class SpareBlocks {
  public:
   // The smallest that is large enough, unless most of it would be wasted.
-  char* take(int64_t bytes) {
+  char* take(int64_t& bytes) {
     if (bytes < kLeast || bytes > kMost) return nullptr;
-    const std::lock_guard<std::mutex> guard(lock_);
+    const std::unique_lock<std::mutex> guard(lock_, std::try_to_lock);
+    if (!guard) return nullptr;
     Spare* best = nullptr;
     for (Spare& one : spare_)
       if (one.bytes >= bytes && one.bytes <= 2 * bytes && (!best || one.bytes < best->bytes))
         best = &one;
     if (!best) return nullptr;
     char* const data = best->data;
-    total_ -= best->bytes;
+    bytes = best->bytes;
+    total_ -= bytes;
     *best = {};
     return data;
   }
   // Whether it is kept.
   bool keep(char* data, int64_t bytes) {
     if (bytes < kLeast || bytes > kMost) return false;
-    const std::lock_guard<std::mutex> guard(lock_);
-    if (total_ + bytes > kMostTotal) return false;
+    const std::unique_lock<std::mutex> guard(lock_, std::try_to_lock);
+    if (!guard || total_ + bytes > kMostTotal) return false;
     for (Spare& one : spare_)
       if (!one.data) {
         one = {data, bytes};
@@ -94,6 +98,7 @@ SpareBlocks& spare_blocks() {
   static SpareBlocks* const blocks = new SpareBlocks;  // outlives threads that end after main
   return *blocks;
 }
+#endif
 
 }  // namespace
 
@@ -111,15 +116,15 @@ char* thread_scratch(int64_t bytes) {
   return block.data;
 }
 
-#ifdef __SANITIZE_ADDRESS__  // which watches blocks that are free
-char* take_block(int64_t bytes) {
+#ifdef __SANITIZE_ADDRESS__
+char* take_block(int64_t& bytes) {
   return new_block(bytes);
 }
 void give_block(char* data, int64_t) {
   std::free(data);
 }
 #else
-char* take_block(int64_t bytes) {
+char* take_block(int64_t& bytes) {
   char* const spare = spare_blocks().take(bytes);
   return spare ? spare : new_block(bytes);
 }

@@ -25,9 +25,10 @@ char* thread_scratch(int64_t bytes);
 // Gives back scratch memory that is too large to keep; called when a thread has run its tasks.
 void trim_thread_scratch();
 
-// Memory of a call, in whole cache lines and aligned to them; of middle-sized blocks some are kept.
-char* take_block(int64_t bytes);
-void give_block(char* data, int64_t bytes);  // as many as were taken, or none of either
+// Memory of a call, in whole cache lines and aligned to them. Some blocks of middle size are kept,
+// and `bytes` becomes the size of the block, which may be larger.
+char* take_block(int64_t& bytes);
+void give_block(char* data, int64_t bytes);
 
 [[noreturn]] void throw_out_of_memory(int64_t bytes);
 

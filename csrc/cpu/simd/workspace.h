@@ -46,9 +46,8 @@ struct Buffer {
 
   void resize(int64_t size) {
     release();
-    const int64_t whole = round_up(size * int64_t(sizeof(T)) + 1, kCacheLine);
-    data = reinterpret_cast<T*>(take_block(whole));
-    bytes = whole;
+    bytes = round_up(size * int64_t(sizeof(T)) + 1, kCacheLine);
+    data = reinterpret_cast<T*>(take_block(bytes));
     forbid(data, bytes);
     allow(data, size * int64_t(sizeof(T)));
   }
