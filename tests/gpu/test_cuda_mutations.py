@@ -363,7 +363,6 @@ def judge(chosen: list[Site]) -> Counter[str]:
     return count
 
 
-@pytest.mark.full
 def test_a_sample_of_damage_is_noticed() -> None:
     """Of the smallest kernels; the rest is for the full run."""
     everything = [site for name in launches("project") for site in sites("project", name)]

@@ -144,8 +144,12 @@ def test_rank_1_is_linear_with_padding() -> None:
         model, batch = built(name), batch_of(name, "right")
         boltzattn.nn.convert(model, 1, data=[batch])
         model.set_attn_implementation("boltzattn")
-        with torch.no_grad(), boltzattn.use_method("transform"):
-            model(**batch)
+        with torch.no_grad():
+            usual = model(**batch)[0]
+            with boltzattn.use_method("transform"):  # raises where it cannot serve a call
+                linear = model(**batch)[0]
+        tokens = batch["attention_mask"].bool()
+        assert (linear - usual)[tokens].abs().max() < 1e-3
 
 
 def test_rotary_positions_are_refused() -> None:
