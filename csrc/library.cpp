@@ -31,6 +31,11 @@ BOLTZATTN_EXPORT const char* boltzattn_force_isa(const char* name) {
   return boltzattn::force_isa(name);
 }
 
+// Heads of rank 2 to 4 by the transform even if it costs more than `direct`.
+BOLTZATTN_EXPORT void boltzattn_at_any_cost(int on) {
+  boltzattn::set_at_any_cost(on != 0);
+}
+
 // Lets Ctrl-C, or any signal whose handler raises, end a call. These are functions of Python's
 // stable C API, of the same names.
 namespace {

@@ -1,8 +1,10 @@
 // The Python module boltzattn._C, for development alone: the numbers and layouts of csrc/spec,
 // which tests compare with those of Python and Triton. `make` builds it; no wheel carries it.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "spec/scan.h"
+#include "spec/tensor.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -81,4 +83,23 @@ PYBIND11_MODULE(_C, m) {
       },
       "dtype"_a, "t_most"_a, "extent"_a, "keys"_a,
       "The layout of a scan: what boltzattn.transform.scan_layout computes, too.");
+
+  m.def(
+      "tensor_layout",
+      [](const std::string& dtype, const std::vector<double>& t_most,
+         const std::vector<double>& s_most, double tokens, int64_t dv) {
+        using namespace boltzattn;
+        const py::dict dtypes = for_dtypes([](DType one) { return int(one); });
+        const int rank = int(t_most.size());
+        const TensorLayout layout =
+            choose_tensor_layout(DType(py::cast<int>(dtypes[dtype.c_str()])), rank, t_most.data(),
+                                 s_most.data(), tokens, dv);
+        py::list query, key;
+        for (int a = 0; a < rank; ++a)
+          query.append(layout.query[a].panels), key.append(layout.key[a].panels);
+        return py::dict("nodes"_a = layout.nodes, "kappa"_a = layout.kappa,
+                        "query_panels"_a = query, "key_panels"_a = key, "cost"_a = layout.cost);
+      },
+      "dtype"_a, "t_most"_a, "s_most"_a, "tokens"_a, "dv"_a,
+      "Nodes and panels of a head of rank 2 to 4: what boltzattn.transform.tensor computes, too.");
 }

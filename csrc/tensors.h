@@ -274,11 +274,11 @@ void describe_projection(View& view, const Tensor& x, const Tensor& weight,
 }
 
 // Raises unless the transform can compute the problem.
-inline void check_transform(const Problem& p, bool is_causal = false) {
-  STD_TORCH_CHECK(size_from_last("query", p.query, 0) == 1 && !p.attn_mask && p.dropout_p == 0 &&
-                      p.is_causal == is_causal,
-                  "boltzattn: the transform takes rank 1, no attn_mask, no dropout and is_causal=",
-                  is_causal ? "True" : "False");
+inline void check_transform(const Problem& p, bool is_causal, int64_t largest_rank) {
+  STD_TORCH_CHECK(size_from_last("query", p.query, 0) <= largest_rank && !p.attn_mask &&
+                      p.dropout_p == 0 && p.is_causal == is_causal,
+                  "boltzattn: the transform takes ranks up to ", largest_rank,
+                  ", no attn_mask, no dropout and is_causal=", is_causal ? "True" : "False");
 }
 
 }  // namespace boltzattn

@@ -22,6 +22,7 @@
 #include "spec/envelope.h"
 #include "spec/online_softmax.h"
 #include "spec/scan.h"
+#include "spec/tensor.h"
 
 namespace boltzattn {
 
@@ -92,5 +93,9 @@ constexpr const Kernels* kTables[] = {
 // The best supported table, unless a test has forced another by name.
 const Kernels& kernels();
 const char* force_isa(const char* name);  // nullptr: the best; returns an error or nullptr
+
+// Whether heads of rank 2 to 4 are transformed even if `direct` would be faster: for tests.
+bool at_any_cost();
+void set_at_any_cost(bool on);
 
 }  // namespace boltzattn

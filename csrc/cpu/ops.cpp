@@ -135,7 +135,7 @@ Tensor in_huge_pages(Tensor x) {
 }
 
 // Which problems an operator takes.
-enum class Takes { kAll, kTransform, kScan, kVarlen };
+enum class Takes { kAll, kTransform, kStages, kScan, kVarlen };
 
 // A problem, checked and described.
 struct Described {
@@ -146,11 +146,12 @@ struct Described {
   Described(Takes takes, BOLTZATTN_PROBLEM_PARAMETERS) : view(query) {
     const Problem p{BOLTZATTN_PROBLEM_ARGUMENTS};
     describe(view, p, call);
-    if (takes == Takes::kTransform) check_transform(p, false);
-    if (takes == Takes::kScan) check_transform(p, true);
+    if (takes == Takes::kTransform) check_transform(p, false, kMostAxes);
+    if (takes == Takes::kStages) check_transform(p, false, 1);
+    if (takes == Takes::kScan) check_transform(p, true, 1);
     STD_TORCH_CHECK(takes != Takes::kVarlen || (!attn_mask && dropout_p == 0),
                     "boltzattn: varlen takes no attn_mask and no dropout");
-    STD_TORCH_CHECK(!slopes || takes != Takes::kTransform,
+    STD_TORCH_CHECK(!slopes || (takes != Takes::kTransform && takes != Takes::kStages),
                     "boltzattn: the transform takes slopes only with is_causal");
   }
 
@@ -224,7 +225,8 @@ std::vector<Sequence> sequences_of(const Described& one, const Tensor& query_sta
   for (int64_t i = 0; i < count; ++i) {
     const int64_t n_q = query[i + 1] - query[i], n_k = key[i + 1] - key[i];
     STD_TORCH_CHECK(n_q >= 0 && n_k >= 0, "boltzattn: starts of sequences must not decrease");
-    STD_TORCH_CHECK(!served[i] || one.call.rank == 1, "boltzattn: the transform takes rank 1");
+    STD_TORCH_CHECK(!served[i] || one.call.rank <= (one.call.is_causal ? 1 : kMostAxes),
+                    "boltzattn: the transform takes ranks up to ", kMostAxes, ", 1 if causal");
     if (served[i]) one.check_dot("the transform of a sequence");
     sequences.push_back({query[i], n_q, key[i], n_k, served[i]});
   }
@@ -572,7 +574,7 @@ struct Shared : Described {
   int64_t sizes[2];  // the number of moments, and of query moments
 
   Shared(BOLTZATTN_PROBLEM_PARAMETERS, const Tensor& agreed)
-      : Described(Takes::kTransform, BOLTZATTN_PROBLEM_ARGUMENTS) {
+      : Described(Takes::kStages, BOLTZATTN_PROBLEM_ARGUMENTS) {
     const int64_t size = sizeof(SharedRange) / sizeof(double);
     ranges = reinterpret_cast<const SharedRange*>(
         view.dense<double>("ranges", agreed, {call.heads, size}, Holds::kFloat64));
@@ -600,7 +602,7 @@ struct Shared : Described {
 
 // The extents of the queries and of the keys, [heads, 2, 6].
 Tensor stage_extents(BOLTZATTN_PROBLEM_PARAMETERS) {
-  const Described one(Takes::kTransform, BOLTZATTN_PROBLEM_ARGUMENTS);
+  const Described one(Takes::kStages, BOLTZATTN_PROBLEM_ARGUMENTS);
   Tensor extents = one.view.doubles({one.call.heads, 2, kExtentSize});
   kernels().stage_extents(one.call, static_cast<Extent*>(extents.data_ptr()));
   return extents;

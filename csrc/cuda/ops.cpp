@@ -59,7 +59,7 @@ class Views : public Arguments {
 
 void describe(const Views& view, const Problem& p, bool transform, Call& call) {
   boltzattn::describe(view, p, call);
-  if (transform) check_transform(p);
+  if (transform) check_transform(p, false, 1);
   STD_TORCH_CHECK(
       !transform || (!p.slopes && !p.is_gaussian),
       "boltzattn: the transform of backend 'cuda' takes no slopes and no Gaussian score");

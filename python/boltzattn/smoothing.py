@@ -41,8 +41,9 @@ def kernel_regression(
             Silverman's rule of thumb, for every batch and coordinate,
             `std(x) * (n (d + 2) / 4) ** (-1 / (d + 4))`, without a gradient; it is 0, and the
             estimate NaN, where all points are equal.
-        coordinates: the last dimension of x and `at` are the coordinates of a point. More than one
-            coordinate takes quadratic time.
+        coordinates: the last dimension of x and `at` are the coordinates of a point. With two
+            to four of them, time is linear in n while the points spread over few bandwidths, and
+            quadratic otherwise.
 
     Returns:
         `[..., m]` or `[..., m, c]`. The estimate lies between the smallest and the largest y; far

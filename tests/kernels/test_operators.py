@@ -82,7 +82,7 @@ def test_saved_results_and_gradients(name: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"query": ones(2, N, 2), "key": ones(2, N, 2)},
+        {"query": ones(2, N, 5), "key": ones(2, N, 5)},
         {"attn_mask": ones(2, N, N)},
         {"dropout_p": 0.5, "seed": ones(2, dtype=torch.int64)},
         {"is_causal": True},
@@ -91,8 +91,11 @@ def test_saved_results_and_gradients(name: str) -> None:
 )
 def test_what_the_transform_does_not_take(changes: dict[str, Any]) -> None:
     for operator in (ops.cpu_transform_forward, ops.cpu_transform_report, ops.cpu_stage_extents):
-        with pytest.raises(RuntimeError, match="the transform takes rank 1, no attn_mask"):
+        with pytest.raises(RuntimeError, match=r"the transform takes ranks up to [14], no attn"):
             operator(*problem(**changes))
+    wide = problem(query=ones(2, N, 2), key=ones(2, N, 2))
+    with pytest.raises(RuntimeError, match="the transform takes ranks up to 1"):
+        ops.cpu_stage_extents(*wide)
     with pytest.raises(RuntimeError, match="is_causal=True"):
         ops.cpu_scan_forward(*problem())
 
@@ -124,8 +127,8 @@ def test_sequences() -> None:
         with pytest.raises(RuntimeError, match="the transform of a sequence takes no slopes"):
             ops.cpu_varlen_forward(*problem(**changes), starts, starts, served, out)
         ops.cpu_varlen_forward(*problem(**changes), starts, starts, ~served & served, out)
-    wide = problem(query=ones(2, N, 2), key=ones(2, N, 2))
-    with pytest.raises(RuntimeError, match="the transform takes rank 1"):
+    wide = problem(query=ones(2, N, 5), key=ones(2, N, 5))
+    with pytest.raises(RuntimeError, match="the transform takes ranks up to 4, 1 if causal"):
         ops.cpu_varlen_forward(*wide, starts, starts, served, out)
 
 

@@ -88,6 +88,7 @@ static bool build(Head<T>& head, bool slopes) {
 
 template <class T>
 void transform_forward(const Attention& call) {
+  if (call.rank > 1) return tensor_forward<T>(call);
   if (call.is_lookup()) return lookup_forward<T>(call);
   for_heads(call.heads, [&](int64_t h) {
     Head<T> head(call, h);
@@ -97,6 +98,7 @@ void transform_forward(const Attention& call) {
 
 template <class T>
 void transform_backward(const AttentionGradient& g) {
+  if (g.call.rank > 1) return tensor_backward<T>(g);
   if (g.call.is_lookup()) return lookup_backward<T>(g);
   for_heads(g.call.heads, [&](int64_t h) {
     Head<T> head(g.call, h);
@@ -127,6 +129,7 @@ bool layer_backward(const AttentionGradient& g, const Layer& layer) {
 
 template <class T>
 void transform_report(const Attention& call, TransformReport* reports) {
+  if (call.rank > 1) return tensor_report<T>(call, reports);
   if (call.is_lookup()) return lookup_report<T>(call, reports);
   for_heads(call.heads, [&](int64_t h) {
     Head<T> head(call, h);

@@ -54,6 +54,14 @@ void lookup_backward(const AttentionGradient& g);
 template <class T>
 void lookup_report(const Attention& call, TransformReport* reports);
 
+// tensor.inc.h
+template <class T>
+void tensor_forward(const Attention& call);
+template <class T>
+void tensor_backward(const AttentionGradient& g);
+template <class T>
+void tensor_report(const Attention& call, TransformReport* reports);
+
 // scan.inc.h
 template <class T>
 void scan_forward(const Attention& call);

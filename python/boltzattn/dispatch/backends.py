@@ -36,6 +36,7 @@ from boltzattn.reference import stream as reference_stream
 from boltzattn.reference import transform as reference_transform
 from boltzattn.transform.scan_shards import ScanStages
 from boltzattn.transform.stages import Stages
+from boltzattn.transform.tensor import MOST_AXES
 
 METHODS = ("direct", "transform")
 
@@ -90,10 +91,23 @@ def _anything(request: Request) -> list[str]:
     return []
 
 
-def _transform_why_not(request: Request) -> list[str]:
+def _rank_one_why_not(request: Request) -> list[str]:
     reasons = []
     if request.rank != 1:
-        reasons.append(f"transform needs rank 1, got rank {request.rank}")
+        causal = " with is_causal=True" if request.is_causal else ""
+        reasons.append(f"transform needs rank 1{causal}, got rank {request.rank}")
+    return reasons + _masks_why_not(request)
+
+
+def _transform_why_not(request: Request) -> list[str]:
+    reasons = []
+    if request.rank > MOST_AXES:
+        reasons.append(f"transform takes ranks up to {MOST_AXES}, got rank {request.rank}")
+    return reasons + _masks_why_not(request)
+
+
+def _masks_why_not(request: Request) -> list[str]:
+    reasons = []
     if request.attn_mask:
         reasons.append("transform takes no attn_mask (it takes key_padding_mask and is_causal)")
     if request.dropout:
@@ -115,15 +129,15 @@ class Operation(NamedTuple):
 OPERATIONS = {
     "direct": Operation("attention over all pairs, any rank"),
     "dense": Operation("the gradient of attn_mask (detach() it, or take backend 'reference')"),
-    "transform": Operation("rank-1 attention in linear time", _transform_why_not),
-    "scan": Operation("the transform with `is_causal`, in one pass", _transform_why_not),
+    "transform": Operation("attention of rank 1 to 4 in linear time", _transform_why_not),
+    "scan": Operation("the transform with `is_causal`, rank 1, in one pass", _rank_one_why_not),
     "varlen": Operation("all sequences of `attention_varlen` in one kernel"),
-    "layer": Operation("`self_attention` projected at the nodes", _transform_why_not),
+    "layer": Operation("`self_attention` projected at the nodes", _rank_one_why_not),
     "small_layer": Operation("`self_attention` of few tokens in one kernel"),
     "project": Operation("rank-1 queries and keys of a layer in one pass"),
-    "stages": Operation("the transform in stages, for `distributed`", _transform_why_not),
+    "stages": Operation("the transform in stages, for `distributed`", _rank_one_why_not),
     "scan_stages": Operation(
-        "the scan in stages, for causal calls of `distributed`", _transform_why_not
+        "the scan in stages, for causal calls of `distributed`", _rank_one_why_not
     ),
     "stream": Operation("the state of `StreamingAttention`"),
 }
@@ -270,7 +284,9 @@ BACKENDS: dict[str, Backend] = {
             {
                 "direct": Implementation(native.cuda_direct),
                 "transform": Implementation(
-                    lambda: native.attention("cuda", "transform"), lacks=tuple(FEATURES)
+                    lambda: native.attention("cuda", "transform"),
+                    largest_rank=1,
+                    lacks=tuple(FEATURES),
                 ),
                 "project": Implementation(lambda: native.ops.cuda_project),
             },
@@ -285,7 +301,10 @@ BACKENDS: dict[str, Backend] = {
                     lambda: _triton("direct", Kernels), _TRITON_DTYPES, largest_rank=16
                 ),
                 "transform": Implementation(
-                    lambda: _triton("transform", Kernels), _TRITON_DTYPES, lacks=tuple(FEATURES)
+                    lambda: _triton("transform", Kernels),
+                    _TRITON_DTYPES,
+                    largest_rank=1,
+                    lacks=tuple(FEATURES),
                 ),
                 "layer": Implementation(
                     lambda: LayerKernels(*_by_torch(*_triton("layer", LayerKernels))),

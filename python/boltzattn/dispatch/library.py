@@ -59,6 +59,10 @@ class Library:
         if error := self._c.boltzattn_force_isa(wanted):
             raise ValueError(f"{name}: {error.decode()}")
 
+    def at_any_cost(self, on: bool) -> None:
+        """Heads of rank 2 to 4 by the transform even if `direct` is faster: for tests."""
+        self._c.boltzattn_at_any_cost(ctypes.c_int(on))
+
     def build_record(self) -> dict[str, str]:
         """What the library was built with; empty if nobody recorded it."""
         record = record_of(self.path)

@@ -11,6 +11,7 @@ import torch
 from boltzattn.dispatch import backends
 from boltzattn.dispatch.backends import BACKENDS, METHODS, Request, operation_of
 from boltzattn.problem import Choice, SelfAttentionProblem
+from boltzattn.transform.tensor import choose_tensor_layout
 
 
 class Plan(NamedTuple):
@@ -90,6 +91,7 @@ GAUSSIAN_LOOKUP = 4.0
 # The time of a scan with biases grows with B = max|scale q| (max k - min k), which a plan does not
 # know: it is that of B = 50, relative to a plain scan. Heads above about 180 go to `direct`.
 BIASED_SCAN, BIASED_SCAN_PRODUCT = 1.7, 50
+SMALL_PRODUCT = 1.0  # T_a S_a of a head of rank 2 to 4 at which the transform is at its best
 CORE_NODES = 150  # on the key axis, at ordinary temperatures
 # The kernel for few tokens packs the weights first. If they have more numbers than this, they leave
 # the cache, and torch's products are faster up to this many tokens.
@@ -128,6 +130,17 @@ def transform_cost(request: Request, head: float | None = None) -> float:
         if is_biased(request):
             token *= BIASED_SCAN
         return request.heads * ((head or SCAN_HEAD) + token * request.n_q)
+    if request.rank > 1:
+        # What B is, only the data say. The kernels ask them, and compute a head for which `direct`
+        # is faster by that.
+        layout = choose_tensor_layout(
+            request.dtype,
+            [SMALL_PRODUCT] * request.rank,
+            [1.0] * request.rank,
+            request.n_q + request.n_k,
+            request.dv,
+        )
+        return math.inf if layout is None else request.heads * ((head or 0.0) + layout.cost)
     if request.key_bias or request.gaussian:
         token = cost.lookup_token + cost.lookup_token_column * request.dv
         tokens = request.n_q + request.n_k

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from boltzattn.problem import Directions, Gradients, OutputGradients, Problem, Saved
-from boltzattn.reference import direct, envelope, second_derivative
+from boltzattn.reference import direct, envelope, second_derivative, tensor
 from boltzattn.reference.head import (
     Head,
     gradient_columns,
@@ -50,8 +50,12 @@ def _heads(problem: Problem) -> Iterator[tuple[tuple[int, ...], Problem, Tensor]
             yield index, one, kept
 
 
-def _served(one: Problem, kept: Tensor, slopes: bool) -> Head | envelope.EnvelopeHead | None:
+def _served(
+    one: Problem, kept: Tensor, slopes: bool
+) -> Head | envelope.EnvelopeHead | tensor.TensorHead | None:
     """What serves a head, with slopes for backward; None: `direct` must."""
+    if one.query.shape[-1] > 1:
+        return tensor.served_head(one, kept)
     if has_envelope(one):
         return envelope.served_head(one, kept, slopes)
     return _whole_head(one, kept)
@@ -81,7 +85,8 @@ def backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradient
         head = _served(one, kept, slopes=True)
         columns = gradient_columns(part)
         # Blocks leave out keys of no weight, but 0 times NaN is NaN.
-        odd = has_envelope(one) and not all(bool(x.isfinite().all()) for x in columns)
+        blocks = has_envelope(one) or one.query.shape[-1] > 1
+        odd = blocks and not all(bool(x.isfinite().all()) for x in columns)
         if head is None or odd:
             outputs = Saved(saved.out[index], saved.lse[index])
             put_head(found, index, direct.backward(part, outputs, one))
@@ -102,7 +107,8 @@ def double_backward(
     of_lse = None if grads.lse is None else grads.lse.new_zeros(grads.lse.shape)
     found = problem.new_gradients("new_zeros")
     for index, one, kept in _heads(problem):
-        head = None if has_envelope(one) else _whole_head(one, kept)
+        plain = one.query.shape[-1] == 1 and not has_envelope(one)
+        head = _whole_head(one, kept) if plain else None
         moves = Directions._make(None if x is None else x[index] for x in directions)
         part = head_gradients(grads, index)
         if head is None:

@@ -1,0 +1,2 @@
+#define BOLTZATTN_UNIT "cpu/units/tensor.inc.h"
+#include "cpu/isa/portable.h"

@@ -1,0 +1,353 @@
+"""Heads of rank 2 to 4 by the transform: tensor panels.
+
+`test_scores` and the fuzzer call all backends with ordinary numbers. Here queries, keys, biases and
+temperatures are the awkward ones, for the reference and for the C++ of the CPU, which is told to
+transform heads that `direct` would compute faster.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import boltzattn
+import numpy as np
+import pytest
+import torch
+from biased import Biased, assert_biased, run
+from boltzattn.dispatch.extension import extension
+from boltzattn.problem import Problem
+from boltzattn.reference import tensor
+from boltzattn.transform import tensor as layouts
+from boltzattn.transform.tolerances import TOLERANCE
+from covering import pairwise
+from errors import CERTIFIED
+from oracle import largest
+from servers import Server, instruction_set, instruction_sets
+from torch import Tensor
+
+REFERENCE, CPU = Server("transform", "reference"), Server("transform", "cpu")
+BOTH = (REFERENCE, CPU)
+
+
+@pytest.fixture(autouse=True)
+def _at_any_cost() -> Iterator[None]:
+    extension().at_any_cost(True)
+    yield
+    extension().at_any_cost(False)
+
+
+def _normal(n: int, rank: int) -> Tensor:
+    return torch.randn(n, rank, dtype=torch.float64)
+
+
+def _correlated(n: int, rank: int) -> Tensor:
+    return _normal(n, 1) + 0.03 * _normal(n, rank)
+
+
+def _circle(n: int, rank: int) -> Tensor:
+    x = _normal(n, rank)
+    return x / x.norm(dim=1, keepdim=True)
+
+
+def _clusters(n: int, rank: int) -> Tensor:
+    return _normal(5, rank)[torch.randint(5, (n,))] + 1e-3 * _normal(n, rank)
+
+
+def _heavy(n: int, rank: int) -> Tensor:
+    spread = torch.distributions.Chi2(3.0).sample((n, 1)).double() / 3
+    return _normal(n, rank) / spread.sqrt()
+
+
+def _outlier(n: int, rank: int) -> Tensor:
+    x = _normal(n, rank)
+    x[n // 2] *= 30
+    return x
+
+
+TOKENS: dict[str, Callable[[int, int], Tensor]] = {
+    "normal": _normal,
+    "correlated": _correlated,
+    "circle": _circle,
+    "clusters": _clusters,
+    "heavy tails": _heavy,
+    "grid": lambda n, rank: torch.randint(-4, 5, (n, rank)).double(),
+    "two points": lambda n, rank: 0.5 + (torch.rand(n, 1) < 0.5).double().expand(n, rank),
+    "one far": _outlier,
+    "one place": lambda n, rank: torch.full((n, rank), 0.7, dtype=torch.float64),
+    "on a line": lambda n, rank: _normal(n, 1) * torch.arange(1.0, rank + 1),
+    "far from 0": lambda n, rank: _normal(n, rank) + 30,
+}
+BIASES: dict[str, Callable[[int], Tensor | None]] = {
+    "none": lambda n: None,
+    "normal": lambda n: torch.randn(n, dtype=torch.float64),
+    "normal 30": lambda n: 30 * torch.randn(n, dtype=torch.float64),
+    "a third hidden": lambda n: torch.where(torch.arange(n) % 3 == 1, -math.inf, 0.0).double(),
+}
+
+
+class Case(NamedTuple):
+    queries: str
+    keys: str
+    bias: str
+    rank: int
+    product: float  # B: the largest range of the logits along an axis, about
+    score: str
+    n_q: int
+    n_k: int
+
+    def __str__(self) -> str:
+        return "-".join(str(x).replace(" ", "_") for x in self)
+
+
+PRODUCTS = {2: (0.1, 5.0, 20.0, 60.0, 200.0), 3: (0.1, 2.0, 5.0), 4: (0.1, 1.0)}
+
+
+def _cases() -> list[Case]:
+    rows = pairwise(
+        {
+            "queries": tuple(TOKENS),
+            "keys": tuple(TOKENS),
+            "bias": tuple(BIASES),
+            "rank": (2, 2, 3, 4),
+            "product": range(5),
+            "score": ("dot", "gaussian"),
+            "n_q": (1, 2, 63, 257),
+            "n_k": (1, 2, 65, 300),
+        }
+    )
+    found = []
+    for row in rows:
+        products = PRODUCTS[row["rank"]]
+        found.append(Case(**{**row, "product": products[row["product"] % len(products)]}))
+    return list(dict.fromkeys(found))
+
+
+CASES = _cases()
+
+
+def _call(case: Case, dtype: torch.dtype, dv: int = 5) -> tuple[Biased, Tensor, Tensor]:
+    torch.manual_seed(zlib.crc32(str(case).encode()))
+    q, k = TOKENS[case.queries](case.n_q, case.rank), TOKENS[case.keys](case.n_k, case.rank)
+
+    def spread(x: Tensor) -> float:
+        return max(float((x.amax(0) - x.amin(0)).max()), 1e-3 * float(x.abs().max()), 1e-9)
+
+    if case.score == "gaussian":  # B is the square of the range in bandwidths, over 2
+        factor = math.sqrt(2 * case.product) / max(spread(q), spread(k))
+        q, k = q * factor, (k + q.mean(0) - k.mean(0)) * factor
+    else:
+        factor = math.sqrt(2 * case.product / (spread(q) * spread(k)))
+        q, k = q * factor, k * factor
+    bias = BIASES[case.bias](case.n_k)
+    call = Biased(q, k, torch.randn(case.n_k, dv).double(), bias, score=case.score).to(dtype)
+    return call, torch.randn(case.n_q, dv).to(dtype), torch.randn(case.n_q).to(dtype)
+
+
+@pytest.mark.parametrize("server", BOTH, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_awkward_heads(case: Case, server: Server) -> None:
+    assert_biased(*_call(case, torch.float32), server)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES[::5], ids=str)
+def test_other_dtypes(case: Case, dtype: torch.dtype) -> None:
+    assert_biased(*_call(case, dtype), CPU)
+
+
+@pytest.mark.parametrize("name", instruction_sets())
+@pytest.mark.parametrize("case", CASES[::9], ids=str)
+def test_instruction_sets(case: Case, name: str) -> None:
+    with instruction_set(name):
+        assert_biased(*_call(case, torch.float32, dv=65), CPU)
+
+
+@pytest.mark.parametrize("dv", [1, 2, 7, 8, 63, 65, 257, 300])
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_widths_of_values(rank: int, dv: int) -> None:
+    case = Case("normal", "normal", "normal", rank, PRODUCTS[rank][1], "dot", 130, 97)
+    assert_biased(*_call(case, torch.float32, dv), CPU)
+
+
+@pytest.mark.parametrize("n", [1, 47, 48, 49, 511, 513, 1025, 3000])
+def test_sizes_around_tiles_and_segments(n: int) -> None:
+    case = Case("normal", "normal", "none", 2, 20.0, "dot", n, 3001 - n)
+    assert_biased(*_call(case, torch.float32), CPU)
+
+
+def test_hidden_keys_do_not_count_whatever_they_hold() -> None:
+    call, g, h = _call(Case("normal", "normal", "none", 2, 20.0, "dot", 90, 120), torch.float32)
+    hidden = torch.arange(120) % 4 == 2
+    bad = call._replace(
+        key=call.key.masked_fill(hidden[:, None], math.nan),
+        value=call.value.masked_fill(hidden[:, None], math.inf),
+    )
+    found = []
+    for one in (call, bad):
+        inputs = [x.clone().requires_grad_() for x in (one.query, one.key, one.value)]
+        out = boltzattn.attention(*inputs, key_padding_mask=hidden, scale=1.0, **CPU.ask)
+        found.append((out, *torch.autograd.grad(out, inputs, g)))
+    for plain, other in zip(*found, strict=True):
+        assert torch.equal(plain, other)
+    assert (found[0][2][hidden] == 0).all() and (found[0][3][hidden] == 0).all()
+
+
+def test_no_visible_key() -> None:
+    q, k, v = torch.randn(5, 2), torch.randn(7, 2), torch.randn(7, 3)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = boltzattn.attention(
+        *inputs, key_padding_mask=torch.ones(7, dtype=torch.bool), return_lse=True, **CPU.ask
+    )
+    assert (out == 0).all() and (lse == -math.inf).all()
+    assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), inputs))
+
+
+@pytest.mark.parametrize("what", ["query", "key", "value", "key_bias", "grad"])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_those_of_direct(what: str, number: float) -> None:
+    call, g, h = _call(Case("normal", "normal", "normal", 2, 5.0, "dot", 40, 50), torch.float32)
+    if what == "grad":
+        g[3, 1] = number
+    else:
+        getattr(call, what).flatten()[7] = number
+    transformed, direct = (run(call, g, h, Server(m, "cpu")) for m in ("transform", "direct"))
+    for name, x in transformed.items():
+        assert torch.equal(x, direct[name]) or torch.equal(x.isnan(), direct[name].isnan()), name
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_threads_do_not_change_bits(rank: int) -> None:
+    case = Case("normal", "normal", "normal", rank, 5.0, "dot", 3000, 2500)
+    call, g, h = _call(case, torch.float32, dv=9)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            found.append(run(call, g, h, CPU))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        for name, x in found[0].items():
+            assert torch.equal(x, other[name]), name
+
+
+def test_heads_with_any_strides() -> None:
+    q, k = torch.randn(2, 300, 3, 2).transpose(1, 2), torch.randn(1, 3, 2, 300).transpose(-1, -2)
+    v = torch.randn(2, 3, 300, 12)[..., ::2]
+    many = boltzattn.attention(q, k.expand(2, -1, -1, -1), v, **CPU.ask)
+    for b in range(2):
+        for h in range(3):
+            one = boltzattn.attention(
+                *(x.contiguous() for x in (q[b, h], k[0, h], v[b, h])), **CPU.ask
+            )
+            torch.testing.assert_close(many[b, h], one, rtol=0, atol=0)
+
+
+def test_moving_keys_moves_only_lse() -> None:
+    call, *_ = _call(Case("normal", "normal", "none", 2, 20.0, "dot", 100, 400), torch.float64)
+    moved = call.key + torch.tensor([3.0, -2.0], dtype=torch.float64)
+    (a, x), (b, y) = (
+        boltzattn.attention(call.query, k, call.value, scale=1.0, return_lse=True, **CPU.ask)
+        for k in (call.key, moved)
+    )
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    shift = call.query @ torch.tensor([3.0, -2.0], dtype=torch.float64)
+    torch.testing.assert_close(x + shift, y, rtol=0, atol=1e-11)
+
+
+def test_a_rank_two_head_of_rank_one() -> None:
+    """A second coordinate of zeros changes nothing."""
+    q, k, v = torch.randn(500, 1), torch.randn(600, 1), torch.randn(600, 4)
+    wide = [torch.cat([x, torch.zeros_like(x)], 1) for x in (q, k)]
+    a = boltzattn.attention(q, k, v, scale=2.0, **CPU.ask)
+    b = boltzattn.attention(*wide, v, scale=2.0, **CPU.ask)
+    torch.testing.assert_close(a, b, rtol=0, atol=CERTIFIED[torch.float32] * largest(v))
+
+
+# ---- layouts ----
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_kappa_is_what_it_says(dtype: torch.dtype) -> None:
+    """Interpolating exp(kappa x) errs by at most `error` of it, and by nearly that."""
+    error, reach = layouts.TENSOR_PRECISION[dtype]
+    x = np.linspace(-1, 1, 401, dtype=np.longdouble)
+    for nodes, kappa in reach.items():
+        node = np.cos((2 * np.arange(nodes, dtype=np.longdouble) + 1) * np.pi / (2 * nodes))
+        weight = np.ones((len(x), nodes), dtype=np.longdouble)
+        for a in range(nodes):
+            for b in range(nodes):
+                if a != b:
+                    weight[:, a] *= (x - node[b]) / (node[a] - node[b])
+        worst = np.abs(weight @ np.exp(kappa * node) * np.exp(-kappa * x) - 1).max()
+        assert 0.8 * error < worst <= 1.02 * error, (nodes, float(worst))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_layouts_of_cpp_are_those_of_python(rank: int, dtype: torch.dtype) -> None:
+    from boltzattn import _C
+
+    name = str(dtype).removeprefix("torch.")
+    for product in (0.0, 0.3, 4.0, 11.0, 40.0):
+        t, s = [product + 0.1 * a for a in range(rank)], [1.0] * rank
+        for tokens, dv in ((100, 4), (30_000, 64), (2_000_000, 64)):
+            found = _C.tensor_layout(name, t, s, tokens, dv)
+            layout = layouts.choose_tensor_layout(dtype, t, s, tokens, dv)
+            if layout is None:
+                assert found["nodes"] == 0
+                continue
+            assert (found["nodes"], found["kappa"]) == layout[:2]
+            assert found["query_panels"] == [axis.panels for axis in layout.query]
+            assert found["key_panels"] == [axis.panels for axis in layout.key]
+            assert found["cost"] == pytest.approx(layout.cost, rel=1e-12)
+
+
+@pytest.mark.parametrize("precision", [1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("rank", [2, 3])
+def test_bound_of_every_pair(rank: int, precision: float) -> None:
+    """Weights of pairs, with panels so wide that interpolation errors show, obey the bound."""
+    torch.manual_seed(rank)
+    reach = 0.0
+    x = torch.linspace(-1, 1, 101, dtype=torch.float64)
+    for kappa in torch.linspace(0.05, 3, 60, dtype=torch.float64).tolist():
+        weight = layouts_weights(6, x)
+        node = torch.cos((2 * torch.arange(6).double() + 1) * math.pi / 12)
+        if float((weight @ (kappa * node).exp() * (-kappa * x).exp() - 1).abs().max()) > precision:
+            break
+        reach = kappa
+    for family in TOKENS:
+        t, s = TOKENS[family](40, rank), TOKENS[family](50, rank)
+        t = t * (6.0 / (t.abs().max() * s.abs().max() + 1e-9))
+        at = tensor.find_frame(t, s, torch.zeros(50, dtype=torch.float64))
+        sides = list(zip(at.t_most, at.s_most, strict=True))
+        axes = tuple(layouts.tensor_axis(a, b, reach, 6) for a, b in sides)
+        key_axes = tuple(layouts.tensor_axis(b, a, reach, 6) for a, b in sides)
+        query = problem_of(t, s)
+        head = tensor.TensorHead(
+            query,
+            torch.arange(50),
+            at,
+            torch.zeros(rank, dtype=torch.float64),
+            layouts.TensorLayout(6, reach, axes, key_axes, 0.0),
+        )
+        head.skip = 200.0
+        out, lse = head.forward()  # values are the identity, so out is the weights
+        exact = (t @ s.T).softmax(-1)
+        bound = (1 + precision) ** (2 * rank) - 1
+        pairs = out * (lse - (t @ s.T).logsumexp(-1)).exp()[:, None]
+        assert float(((pairs - exact).abs() / exact)[exact > 1e-9].max()) <= bound
+
+
+def layouts_weights(nodes: int, x: Tensor) -> Tensor:
+    from boltzattn.transform.layout import lagrange_weights
+
+    return lagrange_weights(nodes, x)
+
+
+def problem_of(t: Tensor, s: Tensor) -> Problem:
+    value = torch.eye(len(s), dtype=torch.float64)
+    return Problem(t, s, value, None, None, None, None, 1.0, 0.0, False, False)
