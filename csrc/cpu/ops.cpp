@@ -525,14 +525,13 @@ double stream_append(BOLTZATTN_STREAM_PARAMETERS, Tensor key, Tensor value, doub
   return extent;
 }
 
-// Queries and their results.
+// Queries and their results; a step has no lse.
 struct StreamQueries {
   Attention call{};
-  Tensor out, lse;
+  Tensor out;
 
   StreamQueries(Views& view, const Tensor& query, int64_t head_dim, double scale)
-      : out(view.result({size_from_last("query", query, 1), head_dim})),
-        lse(view.result({size_from_last("query", query, 1)}, ScalarType::Double)) {
+      : out(view.result({size_from_last("query", query, 1), head_dim})) {
     call.heads = view.heads();
     call.n_q = size_from_last("query", query, 1);
     call.rank = 1;
@@ -540,7 +539,6 @@ struct StreamQueries {
     call.scale = scale;
     call.query = view("query", query, call.n_q, 1);
     call.out = view("out", out, call.n_q, head_dim);
-    call.lse = view("lse", lse, call.n_q, kNone, Holds::kFloat64);
   }
 };
 
@@ -549,11 +547,13 @@ std::tuple<Tensor, Tensor, double> stream_query(BOLTZATTN_STREAM_PARAMETERS, Ten
                                                 int64_t head_dim, double scale) {
   STD_TORCH_CHECK(head_dim > 0, "boltzattn: head_dim must be at least 1");
   Views view(query);
-  const StreamQueries of(view, query, head_dim, scale);
+  StreamQueries of(view, query, head_dim, scale);
+  Tensor lse = view.result({of.call.n_q}, ScalarType::Double);
+  of.call.lse = view("lse", lse, of.call.n_q, kNone, Holds::kFloat64);
   const Stream s = describe_stream(view, head_dim, BOLTZATTN_STREAM_ARGUMENTS);
   const double largest = kernels().stream_largest(of.call);
   if (largest <= t_most) kernels().stream_query(of.call, s);
-  return {of.out, of.lse, largest};
+  return {of.out, lse, largest};
 }
 
 // Appends, then queries: (out, largest |t|, extent). Does neither if one of them would not.

@@ -37,14 +37,15 @@ void stream_extent(const Attention& call, const Stream& s, bool* finite, double*
   const auto measure = [&](int64_t h) {
     Ends ends = ends_of_all(s, h);
     double strange = 0;
-    Buffer<double> row(most(1, call.dv));
+    Scratch scratch(call.dv * 8, 1);
+    double* row = scratch.take<double>(call.dv);
     for (int64_t j = 0; j < call.n_k; ++j) {
       double key;
       read_column(call.key, h, j, 1, &key);
       ends.extend(key, 0);
       strange += key * 0;
-      read_block(call.value, h, j, 0, 1, call.dv, row.data, 0, 1);
-      for (int64_t c = 0; c < call.dv; ++c) strange += row.data[c] * 0;
+      read_block(call.value, h, j, 0, 1, call.dv, row, 0, 1);
+      for (int64_t c = 0; c < call.dv; ++c) strange += row[c] * 0;
     }
     odd.data[h] = strange;
     wide.data[h] = ends.none() ? 0 : ends.high - ends.low;
@@ -167,11 +168,12 @@ static const ScanBasis<double>& basis_of(const ScanLayout& layout) {
 template <class Reference>
 using Wide = std::conditional_t<sizeof(std::remove_reference_t<Reference>) == 8, double, float>;
 
-// Sums of values and of weights, relative to the weight of the row's top key, as out and lse.
+// Sums of values and of weights, relative to the weight of the row's top key, as out and, if it is
+// asked for, lse.
 static void write_row(const Attention& call, int64_t h, int64_t i, double t, double top,
                       const double* sums, double z) {
   const double inverse = z > 0 ? 1 / z : 0;
-  lse_of(call, h)[i] = z > 0 ? t * top + ::log(z) : -INFINITY;
+  if (call.lse) lse_of(call, h)[i] = z > 0 ? t * top + ::log(z) : -INFINITY;
   with_type(call.out, h, i, 0, [&](auto* to) {
     for (int64_t column = 0; column < call.dv; ++column)
       narrow(Wide<decltype(*to)>(sums[column] * inverse), to + column * call.out.column);

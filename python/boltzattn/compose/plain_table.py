@@ -55,9 +55,11 @@ class PlainTable:
         ends = new(heads, 2)
         ends[:, 0], ends[:, 1] = -math.inf, math.inf
         layout = self._layout_with(0)
+        # The operators read how many wait, on the CPU.
+        waiting = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._take(
             *(layout, new(heads, layout.features, width), new(heads, layout.features), ends),
-            *(new(heads, ROOM), new(heads, ROOM, width), torch.zeros(1, dtype=torch.int64)),
+            *(new(heads, ROOM), new(heads, ROOM, width), waiting),
         )
 
     @property
