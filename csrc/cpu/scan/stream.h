@@ -193,6 +193,7 @@ static void add_rows(const double* weight, const double* rows, int64_t count, in
 // Adds the tokens that wait to the sums of a row; returns the sum of their weights.
 static double add_waiting(const Stream& s, int64_t h, double t, double top, double* sums) {
   const int64_t count = *s.waiting;
+  if (count == 0) return 0;
   double exponent[kStreamRoom] = {}, weight[kStreamRoom], z = 0;
   for (int64_t j = 0; j < count; ++j)
     exponent[j] = t * (s.keys[h * kStreamRoom + j] - top) * kLog2e;
