@@ -80,9 +80,13 @@ struct Stream {
   int64_t width;            // columns of `sums`, a multiple of kStreamLanes
   double* sums;             // [heads][features][width]
   double* z;                // [heads][features]
-  double* ends;             // [heads][2]: the largest and the smallest key
+  double* ends;             // [heads][2]: the largest and the smallest key of the table
+  double* keys;             // [heads][kStreamRoom]: tokens that are not in the table yet
+  double* values;           // [heads][kStreamRoom][width]
+  int64_t* waiting;         // [1]: how many these are
   const double* positions;  // [features]: t of the nodes
 };
+constexpr int64_t kStreamRoom = 16;
 constexpr int64_t kStreamLanes = 8;
 
 // A shard of causal sequences, one per head: the layouts that all shards use, and what is known of

@@ -208,7 +208,7 @@ def fill(stream: boltzattn.StreamingAttention, blocks: int, size: int) -> None:
         stream.query(key[:, :1])
 
 
-@pytest.mark.parametrize(("product", "most"), [(54.0, 60e3), (1e5, 180e3)])
+@pytest.mark.parametrize(("product", "most"), [(54.0, 68e3), (1e5, 188e3)])
 def test_the_state_does_not_grow(product: float, most: float) -> None:
     """Bytes of a head with values of width 64, whose logits differ by up to `product`."""
     stream = boltzattn.StreamingAttention(1, 64, product)
@@ -248,7 +248,9 @@ def test_backends_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(streams[0].step(*step), streams[1].step(*step))
     with pytest.raises(ValueError, match="query_bound = 10, got 11"):
         streams[1].step(torch.full((2, 1, 1), 11.0), *step[1:])
-    for one, other in zip(*(stream._table.tensors for stream in streams), strict=True):
+    streams[0]._table._fold()
+    for name in ("sums", "z", "ends"):
+        one, other = (stream.state_dict()[name] for stream in streams)
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 

@@ -306,3 +306,21 @@ def test_wrong_calls_of_all_operators_end_without_a_signal() -> None:
     counts, wrong = fuzz_operators.fuzz(first=1_000_000, calls=100_000, seconds=25)
     assert not wrong, "\n".join(wrong)
     assert counts["raised"] > 100
+
+
+@pytest.mark.parametrize("waiting", [-1, 17, 2**62])
+def test_tokens_that_wait(waiting: int) -> None:
+    """How many wait is data, and an index."""
+    double = torch.float64
+    state = ones(2, 16, 8, dtype=double), ones(2, 16, dtype=double), ones(2, 2, dtype=double)
+    tokens = ones(2, 16, dtype=double), ones(2, 16, 8, dtype=double), torch.tensor([waiting])
+    layout = torch.linspace(-9, 9, 16, dtype=double), 9.0, 2.0, 16, 0
+    query, value = ones(2, 1, 1), ones(2, 1, DV)
+    calls = {
+        ops.cpu_stream_append: (query, value, 1e3),
+        ops.cpu_stream_query: (query, DV, 1.0),
+        ops.cpu_stream_step: (query, query, value, 1.0, 1e3),
+    }
+    for call, arguments in calls.items():
+        with pytest.raises(RuntimeError, match=f"waiting must be from 0 to 16, got {waiting}"):
+            call(*state, *tokens, *layout, *arguments)

@@ -613,6 +613,12 @@ void run_stream(const Kernels& kernels) {
   s.sums = sums.data();
   s.z = z.data();
   s.ends = ends.data();
+  std::vector<double> keys(size_t(heads * kStreamRoom)),
+      values(size_t(heads * kStreamRoom * s.width));
+  int64_t waiting = 0;
+  s.keys = keys.data();
+  s.values = values.data();
+  s.waiting = &waiting;
   s.positions = positions.data();
   for (const int64_t n : {int64_t(0), int64_t(1), int64_t(65), int64_t(1), int64_t(200)}) {
     Tensor key(heads, n, 1, dtype, any_layout()), value(heads, n, dv, dtype, any_layout());
@@ -635,6 +641,10 @@ void run_stream(const Kernels& kernels) {
     kernels.stream_extent(call, s, &finite, &extent);
     if (!finite || !(kernels.stream_largest(call) <= 20)) fail("finite numbers were refused");
     kernels.stream_append(call, s);
+    if (n == 1)  // fills the room for tokens that wait, and more
+      for (int64_t i = 0; i < kStreamRoom + 3; ++i) kernels.stream_step(call, call, s);
+    else
+      kernels.stream_step(call, call, s);
     kernels.stream_query(call, s);
     out.expect_finite(heads, n, dv);
   }

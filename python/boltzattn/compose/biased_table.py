@@ -211,11 +211,14 @@ class BiasedTable:
     def entries(self) -> dict[str, Any]:
         return {"sums": self.sums, "top": self.top}
 
-    def load(self, state: dict[str, Any], is_empty: bool) -> None:
-        """Take the entries of another table; raises, and changes nothing, if they cannot be."""
-        sums = checked_entry(state, "sums", tuple(self.sums.shape), self.device)
-        top = checked_entry(state, "top", tuple(self.top.shape), self.device)
-        if is_empty and bool((top > -math.inf).any()):
+    def load(self, state: dict[str, Any], count: int) -> None:
+        """Take the entries of another table of `count` tokens.
+
+        Raises, and changes nothing, if they cannot be.
+        """
+        sums = checked_entry(state, "sums", tuple(self.sums.shape), self.sums)
+        top = checked_entry(state, "top", tuple(self.top.shape), self.top)
+        if count == 0 and bool((top > -math.inf).any()):
             raise ValueError("state must have no logits before the first token")
         self.sums, self.top = sums, top
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from boltzattn.reference import stream as reference
 from boltzattn.transform.layout import lagrange_weights
 from boltzattn.transform.scan_layout import (
     MOST_LEVELS,
+    ROOM,
     SCAN_PRECISION,
     ScanLayout,
     StreamState,
@@ -53,11 +55,16 @@ class PlainTable:
         ends = new(heads, 2)
         ends[:, 0], ends[:, 1] = -math.inf, math.inf
         layout = self._layout_with(0)
-        self._take(layout, new(heads, layout.features, width), new(heads, layout.features), ends)
+        # The operators read how many wait, on the CPU.
+        waiting = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._take(
+            *(layout, new(heads, layout.features, width), new(heads, layout.features), ends),
+            *(new(heads, ROOM), new(heads, ROOM, width), waiting),
+        )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self._state.tables
+        return self._state.tensors
 
     def append(self, key: Tensor, value: Tensor) -> None:
         extent = self._kernels.append(self._state, key, value, self._most)
@@ -83,17 +90,22 @@ class PlainTable:
         return out
 
     def merge(self, other: PlainTable) -> None:
-        copy = PlainTable.__new__(PlainTable)
-        copy.__dict__.update(other.__dict__)
-        copy._take(other._state.layout, *(x.clone() for x in other._state.tables))
-        ends = reference.joined(self._state.ends, other._state.ends)
+        its = copy.deepcopy(other)
+        for table in (self, its):
+            table._fold()
+        ends = reference.joined(self._state.ends, its._state.ends)
         levels = self._levels_for(float((ends[:, 0] - ends[:, 1]).max()))
-        levels = max(levels, other._state.layout.levels)
-        for table in (self, copy):
+        levels = max(levels, its._state.layout.levels)
+        for table in (self, its):
             table._refine(levels)
             reference.move(table._state, ends)
-        self._state.sums.add_(copy._state.sums)
-        self._state.z.add_(copy._state.z)
+        self._state.sums.add_(its._state.sums)
+        self._state.z.add_(its._state.z)
+
+    def _fold(self) -> None:
+        """Add the tokens that wait to the table, as every append does."""
+        state = self._state
+        self._kernels.append(state, state.keys[:, :0, None], state.values[:, :0], math.inf)
 
     def _check_extent(self, extent: float) -> None:
         if math.isnan(extent):
@@ -107,10 +119,10 @@ class PlainTable:
         t_most = self.query_bound * abs(self.scale)
         return scan_layout_of(t_most, self._nodes, levels, self._ratio)
 
-    def _take(self, layout: ScanLayout, sums: Tensor, z: Tensor, ends: Tensor) -> None:
+    def _take(self, layout: ScanLayout, *tensors: Tensor) -> None:
         """Use this state from now on."""
         positions = layout.nodes_of_panels(self.device).flatten()
-        self._state = StreamState(layout, positions, sums, z, ends)
+        self._state = StreamState(layout, positions, *tensors)
         self._most = self._reach(layout.levels)
 
     def _reach(self, levels: int) -> float:
@@ -131,7 +143,8 @@ class PlainTable:
 
     def _refine(self, levels: int) -> None:
         """Split the central panel. Inside it the table is smooth: it is read at the new nodes."""
-        old, _, sums, z, ends = self._state
+        old = self._state.layout
+        sums, z, ends, *waiting = self._state.tensors
         added = levels - old.levels
         if added <= 0:
             return
@@ -158,33 +171,40 @@ class PlainTable:
             return torch.cat(parts, 1).flatten(1, 2)
 
         table = split(torch.cat([sums, z[..., None]], -1))
-        self._take(new, table[..., :-1].contiguous(), table[..., -1].contiguous(), ends)
+        self._take(new, table[..., :-1].contiguous(), table[..., -1].contiguous(), ends, *waiting)
 
     # ---- state ----
 
     def entries(self) -> dict[str, Any]:
         return {"levels": self._state.layout.levels, **dict(zip(_NAMES, self.tensors, strict=True))}
 
-    def load(self, state: dict[str, Any], is_empty: bool) -> None:
-        """Take the entries of another table; raises, and changes nothing, if they cannot be."""
+    def load(self, state: dict[str, Any], count: int) -> None:
+        """Take the entries of another table of `count` tokens.
+
+        Raises, and changes nothing, if they cannot be.
+        """
         levels = state["levels"]
         if not (isinstance(levels, int) and 0 <= levels <= MOST_LEVELS):
             raise ValueError(f"state must have 0 to {MOST_LEVELS} levels, got {levels!r}")
         layout = self._layout_with(levels)
         features = layout.features
         heads, _, width = self._state.sums.shape
-        shapes = (heads, features, width), (heads, features), (heads, 2)
+        table = (heads, features, width), (heads, features), (heads, 2)
+        shapes = *table, (heads, ROOM), (heads, ROOM, width), (1,)
         found = [
-            checked_entry(state, name, shape, self.device)
-            for name, shape in zip(_NAMES, shapes, strict=True)
+            checked_entry(state, name, shape, mine)
+            for name, shape, mine in zip(_NAMES, shapes, self.tensors, strict=True)
         ]
+        waiting = int(found[-1])
+        if not 0 <= waiting <= min(ROOM, count):
+            raise ValueError(f"state must have 0 to {ROOM} of its tokens waiting, got {waiting}")
         swapped = found[2][:, 1] > found[2][:, 0]
-        if bool((swapped != is_empty).any()):
+        if bool((swapped != (count == waiting)).any()):
             raise ValueError("state must have ends in order, and none before the first token")
         self._take(layout, *found)
 
 
-_NAMES = "sums", "z", "ends"
+_NAMES = "sums", "z", "ends", "keys", "values", "waiting"
 
 
 def check_largest(largest: float, most: float, query: Tensor, query_bound: float) -> None:
@@ -196,14 +216,13 @@ def check_largest(largest: float, most: float, query: Tensor, query_bound: float
         )
 
 
-def checked_entry(
-    state: dict[str, Any], name: str, shape: tuple[int, ...], device: torch.device
-) -> Tensor:
+def checked_entry(state: dict[str, Any], name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """A copy of a tensor of a saved state."""
     x = state[name]
-    if not (isinstance(x, Tensor) and x.shape == shape and x.dtype == torch.float64):
-        raise ValueError(f"state must have {name!r} as a float64 tensor {list(shape)}")
-    return x.to(device, copy=True).contiguous()
+    if not (isinstance(x, Tensor) and x.shape == shape and x.dtype == like.dtype):
+        kind = str(like.dtype).removeprefix("torch.")
+        raise ValueError(f"state must have {name!r} as a {kind} tensor {list(shape)}")
+    return x.to(like.device, copy=True).contiguous()
 
 
 def _panel(precision: float) -> tuple[int, float]:

@@ -224,7 +224,7 @@ class StreamingAttention:
         count = state["count"]
         if not (isinstance(count, int) and count >= 0):
             raise ValueError(f"state must have a count of tokens, got {count!r}")
-        self._table.load(state, count == 0)
+        self._table.load(state, count)
         self._count = count
 
     # ---- checks ----

@@ -33,9 +33,14 @@ from boltzattn.transform.tolerances import LEVELS
 _FORWARD = schema(Problem)
 _BACKWARD = schema(OutputGradients, Saved, Problem)
 _PROJECT = "Tensor x, Tensor weight, Tensor? bias"
-_STREAM = "Tensor sums, Tensor z, Tensor ends"
-_CHANGED_STREAM = "Tensor(a!) sums, Tensor(b!) z, Tensor(c!) ends"
 _LAYOUT = "Tensor positions, float t_most, float ratio, int nodes, int levels"
+_STREAM = (
+    "Tensor sums, Tensor z, Tensor ends, Tensor keys, Tensor values, Tensor waiting, " + _LAYOUT
+)
+_CHANGED_STREAM = (
+    "Tensor(a!) sums, Tensor(b!) z, Tensor(c!) ends, Tensor(d!) keys, Tensor(e!) values, "
+    "Tensor(f!) waiting, " + _LAYOUT
+)
 _SHARD = "int nodes, int levels, float ratio, Tensor t_most"
 _EARLIER = "Tensor ends, Tensor keys, Tensor centres, Tensor table, Tensor slope_table"
 _VARLEN = "Tensor query_starts, Tensor key_starts, Tensor by_transform"
@@ -62,10 +67,10 @@ OPERATORS = {
         "cpu_small_layer_forward": schema(SelfAttentionProblem, Keep),
         "cpu_small_layer_backward": "Tensor grad_out, Tensor query_key, Tensor value, "
         f"Tensor heads, Tensor lse, {schema(SelfAttentionProblem, Wanted)}",
-        "cpu_stream_append": f"{_CHANGED_STREAM}, Tensor key, Tensor value, float most, {_LAYOUT}",
-        "cpu_stream_query": f"{_STREAM}, Tensor query, int head_dim, float scale, {_LAYOUT}",
+        "cpu_stream_append": f"{_CHANGED_STREAM}, Tensor key, Tensor value, float most",
+        "cpu_stream_query": f"{_STREAM}, Tensor query, int head_dim, float scale",
         "cpu_stream_step": f"{_CHANGED_STREAM}, Tensor query, Tensor key, Tensor value, "
-        f"float scale, float most, {_LAYOUT}",
+        "float scale, float most",
         "cpu_stage_extents": _FORWARD,
         "cpu_stage_sizes": f"{_FORWARD}, Tensor ranges",
         "cpu_stage_moments": f"{_FORWARD}, Tensor extents, Tensor ranges",
@@ -203,19 +208,14 @@ def cpu_scan_stages() -> ScanStages:
 
 def cpu_stream() -> StreamKernels:
     def append(stream: StreamState, key: Tensor, value: Tensor, most: float) -> float:
-        return ops.cpu_stream_append(*stream.tables, key, value, most, *_layout(stream))
+        return ops.cpu_stream_append(*stream.arguments, key, value, most)
 
     def query(stream: StreamState, x: Tensor, head_dim: int, scale: float) -> Any:
-        return ops.cpu_stream_query(*stream.tables, x, head_dim, scale, *_layout(stream))
+        return ops.cpu_stream_query(*stream.arguments, x, head_dim, scale)
 
     def step(
         stream: StreamState, x: Tensor, key: Tensor, value: Tensor, scale: float, most: float
     ) -> Any:
-        return ops.cpu_stream_step(*stream.tables, x, key, value, scale, most, *_layout(stream))
+        return ops.cpu_stream_step(*stream.arguments, x, key, value, scale, most)
 
     return StreamKernels(append, query, step)
-
-
-def _layout(stream: StreamState) -> tuple[Tensor, float, float, int, int]:
-    layout = stream.layout
-    return stream.positions, layout.edges[-1], layout.ratio, layout.nodes, layout.levels

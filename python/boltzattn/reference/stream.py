@@ -1,4 +1,7 @@
-"""Streams in plain torch: the table of a scan as a state. See `compose.streaming`."""
+"""Streams in plain torch: the table of a scan as a state. See `compose.streaming`.
+
+No token waits here: those that another backend left waiting are added to the table first.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ def end_of_panels(layout: ScanLayout, ends: Tensor) -> Tensor:
 
 def move(stream: StreamState, new: Tensor) -> None:
     """Measure keys from other ends."""
-    layout, positions, sums, z, old = stream
+    layout, old = stream.layout, stream.ends
     alive = (old[:, 1] <= old[:, 0])[:, None]
     gap = torch.where(alive, end_of_panels(layout, old) - end_of_panels(layout, new), 0.0)
-    factor = (positions * gap.repeat_interleave(layout.nodes, 1)).exp()
-    sums *= factor[..., None]
-    z *= factor
+    factor = (stream.positions * gap.repeat_interleave(layout.nodes, 1)).exp()
+    stream.sums.mul_(factor[..., None])
+    stream.z.mul_(factor)
     old.copy_(new)
 
 
@@ -36,12 +39,21 @@ def joined(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([torch.maximum(a[:, 0], b[:, 0]), torch.minimum(a[:, 1], b[:, 1])], 1)
 
 
+def fold(stream: StreamState) -> None:
+    """Add the tokens that wait."""
+    count = int(stream.waiting)
+    if count > 0:
+        stream.waiting.zero_()
+        append(stream, stream.keys[:, :count, None], stream.values[:, :count], math.inf)
+
+
 def append(stream: StreamState, key: Tensor, value: Tensor, most: float) -> float:
     """Add keys and values, unless the extent of the keys, which it returns, is above `most`.
 
     It is NaN, and nothing is added, if a number is not finite.
     """
-    layout, positions, sums, z, ends = stream
+    fold(stream)
+    layout, ends = stream.layout, stream.ends
     keys, values = key.double().flatten(0, -3)[..., 0], value.double().flatten(0, -3)
     if not bool(keys.isfinite().all() and values.isfinite().all()):
         return math.nan
@@ -56,9 +68,9 @@ def append(stream: StreamState, key: Tensor, value: Tensor, most: float) -> floa
     for some, rows in zip(
         keys.split(TOKENS_AT_ONCE, 1), values.split(TOKENS_AT_ONCE, 1), strict=True
     ):
-        weight = (positions[:, None] * (some[:, None] - end[..., None])).exp()
-        sums[..., : rows.shape[-1]] += weight @ rows
-        z += weight.sum(-1)
+        weight = (stream.positions[:, None] * (some[:, None] - end[..., None])).exp()
+        stream.sums[..., : rows.shape[-1]] += weight @ rows
+        stream.z.add_(weight.sum(-1))
     return extent
 
 
@@ -66,13 +78,14 @@ def query(
     stream: StreamState, queries: Tensor, head_dim: int, scale: float
 ) -> tuple[Tensor, Tensor, float]:
     """(out, lse, largest |t|); there is no result if that is beyond the layout."""
-    layout, _, sums, z, ends = stream
+    fold(stream)
+    layout, ends = stream.layout, stream.ends
     t = queries.double().flatten(0, -3)[..., 0] * scale
     out = t.new_zeros(*t.shape, head_dim)
     lse = torch.full_like(t, -math.inf)
     largest = float(t.abs().amax()) if t.numel() else 0.0
     if largest <= layout.edges[-1] and t.numel():
-        table = torch.cat([sums[..., :head_dim], z[..., None]], -1)
+        table = torch.cat([stream.sums[..., :head_dim], stream.z[..., None]], -1)
         table = table.unflatten(1, (layout.panels, layout.nodes))
         alive = ends[:, 1] <= ends[:, 0]
         for h in range(len(t)):

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ SCAN_PRECISION = {
 WIDEST_RATIO = 3.5  # rounding errors of the nodes grow with it
 LARGEST_KAPPA = 3.0  # rounding errors of the nodes grow like exp(2 kappa)
 MOST_LEVELS = 64
+ROOM = 16  # tokens of a stream that may wait beside its table
 
 
 @dataclass(frozen=True)
@@ -160,15 +160,30 @@ def make_scan_layout(
     return scan_layout_of(t_most, *best)
 
 
-class StreamState(NamedTuple):
-    """The state of streams: sums over their tokens at the nodes of the query axis, all fp64."""
+@dataclass(frozen=True)
+class StreamState:
+    """The state of streams: sums over their tokens at the nodes of the query axis, in fp64.
+
+    Tokens that come one by one may wait beside the table, and are added to it together.
+    """
 
     layout: ScanLayout
     positions: Tensor  # [features]: t of the nodes
     sums: Tensor  # [heads, features, head_dim in whole vectors]
     z: Tensor  # [heads, features]
-    ends: Tensor  # [heads, 2]: the largest and the smallest key
+    ends: Tensor  # [heads, 2]: the largest and the smallest key of the table
+    keys: Tensor  # [heads, ROOM]: of tokens that wait
+    values: Tensor  # [heads, ROOM, head_dim in whole vectors]
+    waiting: Tensor  # [1] int64, on the CPU: how many these are
 
     @property
-    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.sums, self.z, self.ends
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What changes from token to token."""
+        return self.sums, self.z, self.ends, self.keys, self.values, self.waiting
+
+    @cached_property
+    def arguments(self) -> tuple[Tensor | float | int, ...]:
+        """Of the operators."""
+        layout = self.layout
+        sizes = layout.edges[-1], layout.ratio, layout.nodes, layout.levels
+        return *self.tensors, self.positions, *sizes
