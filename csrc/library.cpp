@@ -31,9 +31,9 @@ BOLTZATTN_EXPORT const char* boltzattn_force_isa(const char* name) {
   return boltzattn::force_isa(name);
 }
 
-// Heads of rank 2 to 4 by the transform even if it costs more than `direct`.
-BOLTZATTN_EXPORT void boltzattn_at_any_cost(int on) {
-  boltzattn::set_at_any_cost(on != 0);
+// Heads of rank 2 to 4 that cost less than this by the transform take it even if `direct` is faster.
+BOLTZATTN_EXPORT void boltzattn_set_transform_budget(double nanoseconds) {
+  boltzattn::set_transform_budget(nanoseconds);
 }
 
 // Lets Ctrl-C, or any signal whose handler raises, end a call. These are functions of Python's

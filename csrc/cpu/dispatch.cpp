@@ -32,13 +32,13 @@ const char* force_isa(const char* name) {
   return "unknown instruction set; there are avx512, avx2 and portable";
 }
 
-static std::atomic<bool> any_cost{false};
+static std::atomic<double> budget{0};
 
-bool at_any_cost() {
-  return any_cost.load(std::memory_order_relaxed);
+double transform_budget() {
+  return budget.load(std::memory_order_relaxed);
 }
-void set_at_any_cost(bool on) {
-  any_cost = on;
+void set_transform_budget(double nanoseconds) {
+  budget = nanoseconds;
 }
 
 }  // namespace boltzattn

@@ -94,8 +94,9 @@ constexpr const Kernels* kTables[] = {
 const Kernels& kernels();
 const char* force_isa(const char* name);  // nullptr: the best; returns an error or nullptr
 
-// Whether heads of rank 2 to 4 are transformed even if `direct` would be faster: for tests.
-bool at_any_cost();
-void set_at_any_cost(bool on);
+// Heads of rank 2 to 4 that cost fewer nanoseconds than this are transformed even if `direct` is
+// faster: 0, unless a test has set it.
+double transform_budget();
+void set_transform_budget(double nanoseconds);
 
 }  // namespace boltzattn

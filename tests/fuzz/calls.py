@@ -11,7 +11,7 @@ import boltzattn
 import torch
 import torch.nn.functional as F
 from oracle import EAGER_RUNS, dense
-from servers import instruction_set, instruction_sets
+from servers import instruction_set, instruction_sets, transform_budget
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -141,7 +141,7 @@ def ours(case: Case, inputs: Inputs) -> dict[str, Tensor]:
     if torch.get_num_threads() != case.threads:
         torch.set_num_threads(case.threads)
     try:
-        with kernels:
+        with kernels, transform_budget(2e7):
             return results_of(case, inputs, _ours(case, inputs))
     finally:
         if torch.get_num_threads() != 1:

@@ -146,6 +146,7 @@ def draw(seed: int) -> Case:
     rank = 1
     if method != "transform" and kind != "stream" and rng.random() < 0.5:
         rank = pick(2, 3, 8)
+    wide = np.random.default_rng((seed, 3))
     lead = pick((), (1,), (2,), (3,), (2, 2), (1, 4), p=[0.25, 0.2, 0.25, 0.1, 0.1, 0.1])
     if kind in ("varlen", "stream"):
         lead = (pick(1, 2, 4),)
@@ -157,6 +158,8 @@ def draw(seed: int) -> Case:
     if causal and kind != "layer" and long.random() < 0.04:  # more than one block of anything
         lead, heads, rank, derivative = (1,), 1, 1, "vjp"
         n_q, n_k = (int(x) for x in long.integers(500, 700, 2))
+    if method == "transform" and not causal and kind != "stream" and wide.random() < 0.3:
+        rank = int(wide.choice([2, 2, 3, 4]))
     mask = pick("", "padding", "padding_bias", "bool", "bias", p=[0.6, 0.16, 0.06, 0.09, 0.09])
     if kind not in ("attention", "layer"):
         mask = ""

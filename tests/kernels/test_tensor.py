@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from biased import Biased, assert_biased, run
-from boltzattn.dispatch.extension import extension
 from boltzattn.problem import Problem
 from boltzattn.reference import tensor
 from boltzattn.transform import tensor as layouts
@@ -25,7 +24,7 @@ from boltzattn.transform.tolerances import TOLERANCE
 from covering import pairwise
 from errors import CERTIFIED
 from oracle import largest
-from servers import Server, instruction_set, instruction_sets
+from servers import Server, instruction_set, instruction_sets, transform_budget
 from torch import Tensor
 
 REFERENCE, CPU = Server("transform", "reference"), Server("transform", "cpu")
@@ -33,10 +32,9 @@ BOTH = (REFERENCE, CPU)
 
 
 @pytest.fixture(autouse=True)
-def _at_any_cost() -> Iterator[None]:
-    extension().at_any_cost(True)
-    yield
-    extension().at_any_cost(False)
+def _transformed() -> Iterator[None]:
+    with transform_budget(3e9):
+        yield
 
 
 def _normal(n: int, rank: int) -> Tensor:

@@ -103,3 +103,16 @@ def instruction_set(name: str) -> Iterator[None]:
         yield
     finally:
         extension().force_isa(None)
+
+
+@contextmanager
+def transform_budget(nanoseconds: float) -> Iterator[None]:
+    """Heads of rank 2 to 4 by the transform of the CPU, even if `direct` would be faster."""
+    if isinstance(extension(), str):  # not built
+        yield
+        return
+    extension().set_transform_budget(nanoseconds)
+    try:
+        yield
+    finally:
+        extension().set_transform_budget(0.0)

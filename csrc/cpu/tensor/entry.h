@@ -83,7 +83,7 @@ static bool make_tensor_layout(TensorHead<T, C>& head) {
       cost = head.layout.cost + tensor_direct_cost(dtype, 1.5 * pairs, rank, head.dv);
     }
   }
-  if (!(cost < (at_any_cost() ? 1e12 : direct))) return false;
+  if (!(cost < larger_of(direct, transform_budget()))) return false;
   if (call.is_gaussian) {
     // The frame has moved the keys, so their squares are taken from the caller's.
     for_parts(call.n_k, kChunk, [&](int64_t first, int64_t end) {

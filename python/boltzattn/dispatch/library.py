@@ -59,9 +59,12 @@ class Library:
         if error := self._c.boltzattn_force_isa(wanted):
             raise ValueError(f"{name}: {error.decode()}")
 
-    def at_any_cost(self, on: bool) -> None:
-        """Heads of rank 2 to 4 by the transform even if `direct` is faster: for tests."""
-        self._c.boltzattn_at_any_cost(ctypes.c_int(on))
+    def set_transform_budget(self, nanoseconds: float) -> None:
+        """Heads of rank 2 to 4 that cost less take the transform even if `direct` is faster.
+
+        For tests; 0 is what users have.
+        """
+        self._c.boltzattn_set_transform_budget(ctypes.c_double(nanoseconds))
 
     def build_record(self) -> dict[str, str]:
         """What the library was built with; empty if nobody recorded it."""
