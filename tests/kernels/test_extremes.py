@@ -62,7 +62,10 @@ def test_logits_far_from_zero(shift: float, dtype: torch.dtype, server: Server) 
     assert_attention(server, query, key, value, grad_out)
 
 
-@pytest.mark.parametrize("server", servers(facts(rank=2)), ids=str)
+# The transform of rank 2 is accurate beside the terms of a gradient (docs/tensor.md), not here.
+@pytest.mark.parametrize(
+    "server", [s for s in servers(facts(rank=2)) if s.method == "direct"], ids=str
+)
 @pytest.mark.parametrize("top", [3.0, 8.0])  # for more, fp64 would be no oracle
 @pytest.mark.parametrize("n", [2, 16, 700])
 def test_gradients_of_rows_with_one_heavy_key(n: int, top: float, server: Server) -> None:

@@ -177,7 +177,7 @@ def test_sizes_around_tiles_and_segments(n: int) -> None:
 
 
 def test_hidden_keys_do_not_count_whatever_they_hold() -> None:
-    call, g, h = _call(Case("normal", "normal", "none", 2, 20.0, "dot", 90, 120), torch.float32)
+    call, g, _ = _call(Case("normal", "normal", "none", 2, 20.0, "dot", 90, 120), torch.float32)
     hidden = torch.arange(120) % 4 == 2
     bad = call._replace(
         key=call.key.masked_fill(hidden[:, None], math.nan),
@@ -190,7 +190,8 @@ def test_hidden_keys_do_not_count_whatever_they_hold() -> None:
         found.append((out, *torch.autograd.grad(out, inputs, g)))
     for plain, other in zip(*found, strict=True):
         assert torch.equal(plain, other)
-    assert (found[0][2][hidden] == 0).all() and (found[0][3][hidden] == 0).all()
+    for of_keys in found[0][2:]:
+        assert (of_keys[hidden] == 0).all()
 
 
 def test_no_visible_key() -> None:
@@ -199,7 +200,8 @@ def test_no_visible_key() -> None:
     out, lse = boltzattn.attention(
         *inputs, key_padding_mask=torch.ones(7, dtype=torch.bool), return_lse=True, **CPU.ask
     )
-    assert (out == 0).all() and (lse == -math.inf).all()
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
     assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), inputs))
 
 
@@ -349,3 +351,35 @@ def layouts_weights(nodes: int, x: Tensor) -> Tensor:
 def problem_of(t: Tensor, s: Tensor) -> Problem:
     value = torch.eye(len(s), dtype=torch.float64)
     return Problem(t, s, value, None, None, None, None, 1.0, 0.0, False, False)
+
+
+# ---- tokens apart ----
+
+
+@pytest.mark.parametrize("score", ["dot", "gaussian"])
+@pytest.mark.parametrize("queries", ["heavy tails", "one far", "normal"])
+@pytest.mark.parametrize("keys", ["heavy tails", "one far"])
+def test_far_tokens_go_apart(queries: str, keys: str, score: str) -> None:
+    """One key 30 times as far out would multiply the core; without it few panels are enough."""
+    case = Case(queries, keys, "normal", 2, 1.0, score, 2100, 2300)
+    call, g, h = _call(case, torch.float32, dv=3)
+    far = 60.0 if score == "dot" else 8.0  # logits of the bulk range over about 20
+    call = call._replace(query=call.query * far**0.5, key=call.key * far**0.5)
+    report = torch.ops.boltzattn.cpu_transform_report(
+        call.query[None], call.key[None], call.value[None], None, call.key_bias[None], None, None,
+        1.0, 0.0, False, score == "gaussian",
+    )  # fmt: skip
+    assert report[0, 0] == 1.0
+    assert_biased(call, g, h, CPU)
+
+
+def test_far_tokens_do_not_decide_the_cost() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4096, 2), torch.randn(1, 4096, 2), torch.randn(1, 4096, 64)
+    rest = (None, None, None, None, 1.0, 0.0, False, False)
+    report = torch.ops.boltzattn.cpu_transform_report
+    plain = report(q, k, v, *rest)[0]
+    k[0, 17] *= 30.0
+    far = report(q, k, v, *rest)[0]
+    assert far[0] == plain[0] == 1.0
+    assert far[5] <= 2 * plain[5], "panels of the keys"

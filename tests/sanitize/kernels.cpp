@@ -386,7 +386,8 @@ Case drawn(const Kernels& kernels, bool transform, int64_t n_q, int64_t n_k) {
     if (!c.scan && below(2)) {
       c.rank = one_of<int64_t>({2, 2, 3, 4});
       // Cores of more panels take too long under sanitizers.
-      c.scale = c.rank == 2 ? one_of({0.0, 1e-3, -1.0, 1.0, 2.0}) : one_of({0.0, 1e-3, -0.05, 0.05});
+      c.scale =
+          c.rank == 2 ? one_of({0.0, 1e-3, -1.0, 1.0, 2.0}) : one_of({0.0, 1e-3, -0.05, 0.05});
     }
   } else {
     c.rank = one_of<int64_t>({1, 2, 3, 5, 8, 16, 17, 33});

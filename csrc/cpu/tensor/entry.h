@@ -50,6 +50,7 @@ static bool read_tokens(TensorHead<T, C>& head) {
 
 // Looking for tokens that should go apart takes a while, and pays only if the core does not.
 constexpr double kApartShare = 12;
+constexpr int64_t kLeastForApart = 2048;  // tokens of a side
 
 // Frame, layout and the order of tokens; false if the head is not served. An empty layout: there is
 // nothing to attend to.
@@ -69,7 +70,7 @@ static bool make_tensor_layout(TensorHead<T, C>& head) {
   const double direct =
       tensor_direct_cost(dtype, double(call.n_q) * double(call.n_k), rank, head.dv);
   double cost = head.layout.cost;
-  if (cost > kApartShare * tokens * kTokenOverhead) {
+  if (cost > kApartShare * tokens * kTokenOverhead && least(call.n_q, call.n_k) >= kLeastForApart) {
     const Farthest of_query(head.query), of_key(head.key);
     if (choose_apart(dtype, head.dv, of_query, of_key, t_most, s_most, double(call.n_q),
                      double(call.n_k), rank, cost < direct ? cost : direct, head.apart)) {

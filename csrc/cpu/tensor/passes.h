@@ -400,10 +400,13 @@ static void evaluate_tensor(const TensorHead<T, C>& head) {
       weigh_apart(head, tile, table.log, weight, shift);
       alignas(64) T z[kTile], inverse[kTile];
       blend(int(lines), tile.tokens, weight, table.last[0].data, z);
+      alignas(64) double log_z[kTile];
+      for (int64_t i = 0; i < kTile; ++i) log_z[i] = i < tile.tokens ? double(z[i]) : 1;
+      for (int64_t i = 0; i < tile.tokens; i += kLanes<double>)
+        store(log_z + i, log_of(load(log_z + i)));
       for (int64_t i = 0; i < tile.tokens; ++i) {
         inverse[i] = 1 / z[i];
-        lse[tile.order[i]] =
-            ::log(double(z[i])) + (table.log + shift[i]) + lse_offset(head, tile.order[i]);
+        lse[tile.order[i]] = log_z[i] + (table.log + shift[i]) + lse_offset(head, tile.order[i]);
       }
       for_blocks(dv, [&](int64_t begin, int64_t width) {
         write_rows(call.out, head.h, tile, begin, width, write, block.data,

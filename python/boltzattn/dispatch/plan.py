@@ -171,7 +171,7 @@ def choose(request: Request, choice: Choice) -> Plan:
 @lru_cache(maxsize=1024)
 def quadratic_reason(request: Request, choice: Choice) -> str | None:
     """Why a call with a mask or dropout does not take linear time, if that costs it much."""
-    if choice.method != "auto":
+    if choice.method != "auto" or request.rank > 1:
         return None
     plain = request._replace(attn_mask=False, dropout=False)
     if choose(plain, choice).method != "transform":
@@ -318,6 +318,11 @@ def describe(request: Request, choice: Choice) -> str:
         lines.append(
             "  its time depends on max|scale q| (max k - min k), taken to be "
             f"{BIASED_SCAN_PRODUCT}; heads above about 180 are computed by direct"
+        )
+    if taken.method == "transform" and request.rank > 1:
+        lines.append(
+            "  its time depends on the range of the logits along every axis; heads for which direct "
+            "is faster are computed by direct"
         )
     lines.append("not taken:")
     here = [name for name, backend in BACKENDS.items() if backend.serves(request.device)]
