@@ -321,8 +321,8 @@ def describe(request: Request, choice: Choice) -> str:
         )
     if taken.method == "transform" and request.rank > 1:
         lines.append(
-            "  its time depends on the range of the logits along every axis; heads for which direct "
-            "is faster are computed by direct"
+            "  its time depends on the range of the logits along every axis; heads that direct "
+            "computes faster are computed by direct"
         )
     lines.append("not taken:")
     here = [name for name, backend in BACKENDS.items() if backend.serves(request.device)]
