@@ -229,9 +229,9 @@ EXPERIMENT = Experiment(
     question="Does a rank-1 head find the one informative token among many?",
     refuted_if="rank 1 does not learn where full rank does, or linear attention learns as well",
     cases={
-        "tiny": _cases([8, 64], 50, 2, {64: [256]}),
-        "quick": _cases([16, 128, 1024], 400, 3, {128: [1024, 8192, 65536]}),
-        "full": _cases([16, 128, 1024, 8192], 2000, 5, {128: [1024, 8192, 65536]}),
+        "tiny": _cases([8, 64], 30, 1, {64: [256]}),
+        "quick": _cases([16, 64, 256], 600, 3, {256: [1024, 8192]}),
+        "full": _cases([16, 64, 256, 1024], 4000, 5, {1024: [8192, 65536]}),
     },
     measure=measure,
     judge=judge,
