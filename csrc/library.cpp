@@ -31,7 +31,8 @@ BOLTZATTN_EXPORT const char* boltzattn_force_isa(const char* name) {
   return boltzattn::force_isa(name);
 }
 
-// Heads of rank 2 to 4 that cost less than this by the transform take it even if `direct` is faster.
+// Heads of rank 2 to 4 that cost less than this by the transform take it even if `direct` is
+// faster.
 BOLTZATTN_EXPORT void boltzattn_set_transform_budget(double nanoseconds) {
   boltzattn::set_transform_budget(nanoseconds);
 }

@@ -32,7 +32,7 @@ def test_code_runs_and_prints_what_it_says() -> None:
     printed = io.StringIO()
     names: dict[str, object] = {}
     blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     with contextlib.redirect_stdout(printed):
         for block in blocks:
             exec(block, names)

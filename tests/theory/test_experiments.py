@@ -108,6 +108,12 @@ FOUND = {
         "in fp32",
     ],
     "scores": [],
+    "set-lengths": ["mean pooling does not learn"],
+    "single-location": [
+        "softmax, full rank finds",
+        "linear attention does not",
+        "mean does not",
+    ],
 }
 
 
@@ -209,6 +215,18 @@ def _skills(**skills: float) -> Callable[[list[Row]], None]:
         for row in rows:
             if row["skill"] is not None:
                 row["skill"] = skills.get(row["kind"].replace(" ", "_"), row["skill"])
+
+    return tamper
+
+
+def _found(at: int | None = None, **found: float) -> Callable[[list[Row]], None]:
+    """Skills or errors of models by name, at one length or at all."""
+
+    def tamper(rows: list[Row]) -> None:
+        for row in rows:
+            name = re.sub(r"\W+", "_", row["model"]).strip("_")
+            if name in found and at in (None, row["at"]):
+                row["skill" if "skill" in row else "error"] = found[name]
 
     return tamper
 
@@ -393,6 +411,65 @@ FLIPS: list[tuple[str, str, Callable[[list[Row]], None], Callable[[list[Row]], N
             _only(f"dot, rank {rank}"),
         )
         for task, rank in (("local, plane", 2), ("local, space", 3))
+    ),
+    ("set-lengths", "rank 1 learns", _found(dot_rank_1=0.95), _found(dot_rank_1=0.5)),
+    (
+        "set-lengths",
+        "full rank is not better at 200",
+        _found(dot_rank_1=0.95, dot_rank_8_full=0.96),
+        _found(dot_rank_1=0.9, dot_rank_8_full=0.97),
+    ),
+    (
+        "set-lengths",
+        "rank 1 keeps its skill at 1,000",
+        _found(dot_rank_1=0.9),
+        _found(1000, dot_rank_1=0.5),
+    ),
+    (
+        "set-lengths",
+        "rank 1 is at least as good as full rank at 1,000",
+        _found(dot_rank_1=0.9, dot_rank_8_full=0.9),
+        _found(1000, dot_rank_1=0.5, dot_rank_8_full=0.9),
+    ),
+    (
+        "set-lengths",
+        "Gaussian scores are not better",
+        _found(dot_rank_1=0.9, gaussian_rank_1=0.9),
+        _found(1000, dot_rank_1=0.5, gaussian_rank_1=0.9),
+    ),
+    ("set-lengths", "mean pooling", _found(mean=0.0), _found(mean=0.9)),
+    *(
+        (
+            "single-location",
+            f"{model} finds the token",
+            _found(**{name: 0.1}),
+            _found(64, **{name: 0.5}),
+        )
+        for model, name in (
+            ("softmax, rank 1", "softmax_rank_1"),
+            ("softmax, rank 8", "softmax_rank_8"),
+            ("softmax, full rank", "softmax_full_rank"),
+            ("Gaussian, rank 1", "Gaussian_rank_1"),
+        )
+    ),
+    (
+        "single-location",
+        "rank 1 is as good as full rank",
+        _found(softmax_rank_1=0.1, softmax_full_rank=0.1),
+        _found(softmax_rank_1=0.2, softmax_full_rank=0.1),
+    ),
+    (
+        "single-location",
+        "linear attention does not",
+        _found(linear_attention=0.95),
+        _found(linear_attention=0.2),
+    ),
+    ("single-location", "mean does not", _found(mean=1.0), _found(mean=0.2)),
+    (
+        "single-location",
+        "rank 1 trained at",
+        _found(softmax_rank_1=0.1),
+        _found(256, softmax_rank_1=0.9),
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Fifteen experiments on one-layer rank-1 attention; `python -m boltzattn.experiments` runs them.
+"""Seventeen experiments on one-layer rank-1 attention; `python -m boltzattn.experiments` runs them.
 
 Each file asks one question, says what would refute the expected answer, measures, and judges the
 answer from the measured rows. Needs scipy, matplotlib and tqdm: `pip install
@@ -19,6 +19,8 @@ from boltzattn.experiments import (
     polynomials,
     rank,
     scores,
+    set_lengths,
+    single_location,
     temperature,
     theory_vs_practice,
 )
@@ -42,6 +44,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         loops,
         polynomials,
         scores,
+        set_lengths,
+        single_location,
     )
 }
 

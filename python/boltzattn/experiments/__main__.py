@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None, prog: str = "python -m boltzattn.ex
         dest="size",
         action="store_const",
         const="quick",
-        help="the default; all fifteen take about half an hour of CPU time",
+        help="the default; all seventeen take about an hour of CPU time",
     )
     size.add_argument(
         "--full", dest="size", action="store_const", const="full", help="larger sizes, hours"

@@ -96,12 +96,12 @@ def measure(
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model = build(kind)
-    seconds = _train(model, kind, size, steps, RATE, generator)
+    seconds = train_on_sets(model, kind, size, steps, RATE, generator)
     found = skill(model, kind, size, seed) if trained else None
     rows: list[Row] = [{"before": None, "skill": found, "seconds_per_step": seconds}]
     for larger, more in then:
         before = skill(model, kind, larger, seed)
-        seconds = _train(model, kind, larger, more, RATE_ON, generator)
+        seconds = train_on_sets(model, kind, larger, more, RATE_ON, generator)
         rows.append(
             {
                 "size": larger,
@@ -114,8 +114,8 @@ def measure(
     return rows
 
 
-def _train(
-    model: OneLayerTransformer,
+def train_on_sets(
+    model: torch.nn.Module,
     kind: str,
     size: int,
     steps: int,

@@ -61,6 +61,24 @@ def multihead_form(mha: nn.MultiheadAttention) -> Form:
     return Form.of(w_q, b_q, w_k, mha.num_heads, default_scale(mha.head_dim, "dot"))
 
 
+class _ShiftedStream(StreamingAttention):
+    """The state of a layer with `token_shift`: its last tokens, before mixing, belong to it."""
+
+    recent: Tensor  # [..., token_shift, embed_dim]
+
+    def state_bytes(self) -> int:
+        return super().state_bytes() + self.recent.numel() * self.recent.itemsize
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "recent": self.recent.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "recent" not in state:
+            raise ValueError("state must have the entries of state_dict(), lacks 'recent'")
+        super().load_state_dict(state)
+        self.recent = state["recent"].clone()
+
+
 class LowRankAttention(nn.Module):
     """Multi-head attention whose query and key have `rank` coordinates a head.
 
@@ -90,6 +108,10 @@ class LowRankAttention(nn.Module):
         alibi: add `-slope |i - j|` to the logits of tokens i and j, with the slopes of ALiBi,
             `2^(-8 (h + 1) / num_heads)` for head h. They are the buffer `alibi_slopes`, which is
             part of the state dict, so that a checkpoint has the slopes it was trained with.
+        token_shift: number of earlier tokens that are mixed into every token before the
+            projections, channel by channel, with the learnt weights `shift_weight`. Row i of them
+            belongs to the token i places before; at first every token is left as it is. For
+            self-attention only.
         output_dropout: dropout on the result, after the output projection.
         method, backend: as in `boltzattn.attention`.
         process_group: the sequence is spread over the processes of this torch.distributed group,
@@ -149,6 +171,7 @@ class LowRankAttention(nn.Module):
         exchange: str = "moments",
         score: str = "dot",
         alibi: bool = False,
+        token_shift: int = 0,
     ) -> None:
         super().__init__()
         for name, size in (
@@ -172,6 +195,13 @@ class LowRankAttention(nn.Module):
                     f"{name}=True is not supported by LowRankAttention; append the extra token "
                     "to key and value before the call instead"
                 )
+        if not (isinstance(token_shift, int) and token_shift >= 0):
+            raise ValueError(f"token_shift must be an integer of at least 0, got {token_shift!r}")
+        if token_shift and (process_group is not None or {kdim, vdim} - {None, embed_dim}):
+            raise ValueError(
+                "token_shift must be 0 with process_group and with kdim or vdim other than "
+                "embed_dim: it is for self-attention whose tokens are all in this process"
+            )
         preferred(method, backend)  # checks the names
         check_scale(scale)
         check_score(score)
@@ -211,6 +241,7 @@ class LowRankAttention(nn.Module):
         self.process_group = process_group
         self.exchange = exchange
         self.score = score
+        self.token_shift = token_shift
         self.approximation: Approximation | None = None  # set by from_multihead
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -226,6 +257,11 @@ class LowRankAttention(nn.Module):
         )
         self.log_bandwidth = (
             nn.Parameter(torch.empty(num_heads, **factory)) if score == "gaussian" else None
+        )
+        self.shift_weight = (
+            nn.Parameter(torch.empty(token_shift + 1, embed_dim, **factory))
+            if token_shift
+            else None
         )
         self.alibi_slopes: Tensor | None
         slopes = torch.empty(num_heads, **factory) if alibi else None
@@ -253,6 +289,9 @@ class LowRankAttention(nn.Module):
             nn.init.zeros_(self.out_proj.bias)
         if self.log_temperature is not None:
             nn.init.zeros_(self.log_temperature)
+        if self.shift_weight is not None:
+            nn.init.zeros_(self.shift_weight)
+            nn.init.ones_(self.shift_weight[0])
         head = torch.arange(self.num_heads, dtype=torch.float64, device="cpu")
         if self.log_bandwidth is not None:
             octaves = -3 * (head + 0.5) / self.num_heads
@@ -376,6 +415,7 @@ class LowRankAttention(nn.Module):
             "output_dropout": 0.0,
             "scale": None,
             "score": "dot",
+            "token_shift": 0,
             "method": "auto",
             "backend": "auto",
         }
@@ -423,6 +463,11 @@ class LowRankAttention(nn.Module):
             `[batch, num_heads, n_q, n_k]` (no batch axis if unbatched), or None.
         """
         is_self = query is key and key is value
+        if self.token_shift and not (is_self and isinstance(query, Tensor) and not query.is_nested):
+            raise ValueError(
+                "query, key and value must be one tensor, and not a nested one, in a layer with "
+                "token_shift: it mixes neighbouring tokens of one sequence"
+            )
         if is_self and isinstance(query, Tensor) and not query.is_nested:
             # The common call, checked and computed with as little Python as possible.
             weight = self.v_proj_weight
@@ -445,6 +490,12 @@ class LowRankAttention(nn.Module):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         if key_padding_mask is not None:
             check_mask("key_padding_mask", key_padding_mask, [key.shape[:-1]])
+        if self.shift_weight is not None:
+            if key_padding_mask is not None:  # what a mask hides may hold anything
+                hidden = key_padding_mask
+                hidden = hidden if hidden.dtype == torch.bool else hidden == -math.inf
+                query = query.masked_fill(hidden[..., None], 0.0)
+            query = key = value = self._mixed(query, self.shift_weight)
         if self.process_group is not None:
             refused = self._refused(need_weights, attn_mask)
             if given := [name for name, is_given in refused.items() if is_given]:
@@ -528,6 +579,12 @@ class LowRankAttention(nn.Module):
         check_inputs(x, x, x, widths, self.batch_first, self.v_proj_weight)
         turned = x.ndim == 3 and not self.batch_first
         rows = x.transpose(0, 1) if turned else x
+        if self.shift_weight is not None:
+            recent = rows.new_zeros(*rows.shape[:-2], self.token_shift, self.embed_dim)
+            if isinstance(state, _ShiftedStream):
+                recent = state.recent
+            recent = torch.cat([recent, rows], -2)
+            rows = self._mixed(rows, self.shift_weight, recent)
         projections = self._weights_and_biases()
         q, k, v = (
             F.linear(rows, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
@@ -541,7 +598,8 @@ class LowRankAttention(nn.Module):
                     most = room * largest * float(weight.norm(dim=-1).max())
                     most += 0.0 if bias is None else float(bias.abs().max())
                     bounds[i] = most or 1.0
-            state = StreamingAttention(
+            kind = StreamingAttention if self.shift_weight is None else _ShiftedStream
+            state = kind(
                 tuple(q.shape[:-2]),
                 self.head_dim,
                 bounds[0] or 1.0,
@@ -567,8 +625,19 @@ class LowRankAttention(nn.Module):
         else:
             steps = zip(q.split(1, -2), k.split(1, -2), v.split(1, -2), strict=True)
             heads = torch.cat([state.step(*one) for one in steps], -2)
+        if isinstance(state, _ShiftedStream):
+            state.recent = recent[..., recent.shape[-2] - self.token_shift :, :].clone()
         out = self.out_proj(heads.transpose(-2, -3).flatten(-2))
         return (out.transpose(0, 1) if turned else out), state
+
+    def _mixed(self, x: Tensor, weight: Tensor, known: Tensor | None = None) -> Tensor:
+        """Every token with `token_shift` tokens before it, which are zero unless `known`."""
+        shift, n = self.token_shift, x.shape[-2]
+        known = F.pad(x, (0, 0, shift, 0)) if known is None else known
+        mixed = weight[0] * x
+        for i in range(1, shift + 1):
+            mixed = mixed + weight[i] * known.narrow(-2, shift - i, n)
+        return mixed
 
     def _refused(self, need_weights: bool, attn_mask: Tensor | None) -> dict[str, bool]:
         """What nested tensors and spread sequences do not go with: whether it was asked for."""
