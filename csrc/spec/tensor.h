@@ -93,6 +93,7 @@ inline Axis tensor_axis(double extent, double other, double kappa, int nodes) {
 // The cheapest number of nodes. t_most, s_most: T_a and S_a. The cost is infinite if no number
 // serves.
 constexpr double kLargestTensorProduct = 1e4;
+constexpr double kMostTensorBytes = 1e9;  // of the tables of a head, for backward
 inline TensorLayout choose_tensor_layout(DType dtype, int rank, const double* t_most,
                                          const double* s_most, double tokens, int64_t dv) {
   const TensorPrecision& precision = tensor_precision(dtype);
@@ -117,6 +118,7 @@ inline TensorLayout choose_tensor_layout(DType dtype, int rank, const double* t_
       per_panel *= reach.nodes;
       source *= double(one.key[a].panels) * reach.nodes;
     }
+    if (source * double(dv + 1) * 8 * (2 + rank) > kMostTensorBytes) continue;
     // Axis by axis, from the last: a row of the source meets all nodes of the target.
     for (int a = rank - 1; a >= 0; --a) {
       core += source * double(one.query[a].panels) * reach.nodes;

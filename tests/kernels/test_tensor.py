@@ -292,7 +292,7 @@ def test_layouts_of_cpp_are_those_of_python(rank: int, dtype: torch.dtype) -> No
     from boltzattn import _C
 
     name = str(dtype).removeprefix("torch.")
-    for product in (0.0, 0.3, 4.0, 11.0, 40.0):
+    for product in (0.0, 0.3, 4.0, 11.0, 40.0, 200.0):
         t, s = [product + 0.1 * a for a in range(rank)], [1.0] * rank
         for tokens, dv in ((100, 4), (30_000, 64), (2_000_000, 64)):
             found = _C.tensor_layout(name, t, s, tokens, dv)

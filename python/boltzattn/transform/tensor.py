@@ -40,6 +40,7 @@ TENSOR_PRECISION[torch.bfloat16] = TENSOR_PRECISION[torch.float16] = TensorPreci
 MOST_TENSOR_NODES = 700  # on one panel: nodes ** rank
 MOST_SWING = 9.0  # 2 kappa rank: interpolation multiplies roundings by its exponential
 LARGEST_TENSOR_PRODUCT = 1e4  # T_a S_a
+MOST_TENSOR_BYTES = 1e9  # of the tables of a head, for backward
 # Exponents of panel pairs this far below the largest one are left out.
 SKIP = {torch.float64: 40.0, torch.float32: 24.0, torch.bfloat16: 18.0, torch.float16: 18.0}
 
@@ -86,6 +87,9 @@ def choose_tensor_layout(
         pairs = list(zip(t_most, s_most, strict=True))
         query = tuple(tensor_axis(t, s, kappa, nodes) for t, s in pairs)
         key = tuple(tensor_axis(s, t, kappa, nodes) for t, s in pairs)
+        rows = math.prod(axis.size for axis in key)
+        if rows * (dv + 1) * 8 * (2 + rank) > MOST_TENSOR_BYTES:
+            continue
         product = TOKEN_PRODUCT_DOUBLE if dtype == torch.float64 else TOKEN_PRODUCT
         cost = TENSOR_HEAD + tokens * (nodes**rank * (dv + 1) * product + TOKEN_OVERHEAD)
         cost += CLOUD * core_products(query, key) * (dv + 1) * CORE_PRODUCT
