@@ -90,10 +90,11 @@ inline Axis tensor_axis(double extent, double other, double kappa, int nodes) {
   return axis;
 }
 
+constexpr double kLargestTensorProduct = 1e4;  // T_a S_a
+constexpr double kMostTensorBytes = 1e9;       // of the tables of a head, for backward
+
 // The cheapest number of nodes. t_most, s_most: T_a and S_a. The cost is infinite if no number
 // serves.
-constexpr double kLargestTensorProduct = 1e4;
-constexpr double kMostTensorBytes = 1e9;  // of the tables of a head, for backward
 inline TensorLayout choose_tensor_layout(DType dtype, int rank, const double* t_most,
                                          const double* s_most, double tokens, int64_t dv) {
   const TensorPrecision& precision = tensor_precision(dtype);
