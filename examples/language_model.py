@@ -389,7 +389,9 @@ def main() -> None:
         "--clock", choices=["wall", "cpu"], default="wall", help="cpu: busy machine"
     )
     parser.add_argument("--generate", type=int, default=400, help="characters to write")
-    parser.add_argument("--out", type=Path, default=Path("language-model-output"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("language-model-output"), help="one folder for each size"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     text, held_out = read_text(options.folder, options.pattern)
