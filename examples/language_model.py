@@ -318,7 +318,7 @@ def train(
     row = {
         **asdict(run),
         "steps": step,
-        "seconds": round(past, 1),
+        "seconds": round(past, 3),
         "until": "steps" if run.steps else "seconds",
         "parameters": count_parameters(model),
         "bits": round(bits(model, held_out, run.context), 4),
