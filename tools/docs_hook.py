@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import posixpath
 import re
 import sys
@@ -31,34 +30,14 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)]*)?\)")
 TAG = re.compile(r'((?:src|srcset)=")([^"]+)')
 
 
-def public() -> dict[str, Any]:
-    """The functions and classes that a user may call, by full name."""
-    sys.path.insert(0, str(ROOT / "python"))
-    import boltzattn
-
-    found = {}
-    for module in (boltzattn, boltzattn.nn, boltzattn.distributed, boltzattn.smoothing):
-        for name in module.__all__:
-            if callable(getattr(module, name)):
-                found[f"{module.__name__}.{name}"] = getattr(module, name)
-    return found
-
-
-def undocumented(name: str, thing: Any) -> list[str]:
-    """The thing, and public methods of a class of ours, that have no docstring."""
-    members = {name: thing}
-    if inspect.isclass(thing):
-        own = {key: value for key, value in vars(thing).items() if not key.startswith("_")}
-        members |= {f"{name}.{key}": value for key, value in own.items() if callable(value)}
-    return [key for key, value in members.items() if not inspect.getdoc(value)]
-
-
 def api() -> str:
     """One page, from the docstrings."""
-    found = public()
-    if missing := [x for name, thing in found.items() for x in undocumented(name, thing)]:
-        raise PluginError(f"without a docstring: {', '.join(missing)}")
-    return "# API reference\n\n" + "".join(f"::: {name}\n\n" for name in found)
+    sys.path[:0] = [str(ROOT), str(ROOT / "python")]
+    from tools.public_api import public, undocumented
+
+    if missing := undocumented():
+        raise PluginError(f"not described in a docstring: {', '.join(missing)}")
+    return "# API reference\n\n" + "".join(f"::: {name}\n\n" for name in public())
 
 
 def on_files(files: Any, config: Any) -> Any:

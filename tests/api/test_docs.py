@@ -15,6 +15,8 @@ import boltzattn
 import pytest
 import torch
 
+from tools.public_api import undocumented
+
 ROOT = Path(__file__).parents[2]
 SETTINGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
@@ -53,6 +55,10 @@ def test_public_function_has_an_example(name: str) -> None:
     text = getattr(boltzattn, name).__doc__
     assert text
     assert doctest.DocTestParser().get_examples(text), f"{name} has no example"
+
+
+def test_every_parameter_is_described() -> None:
+    assert undocumented() == []
 
 
 def test_ten_lines_of_the_readme_run() -> None:
