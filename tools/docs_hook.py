@@ -59,6 +59,10 @@ def text_of(source: str) -> str:
 
     def link(match: re.Match[str]) -> str:
         target = moved(source, match[3])
+        if match[2].strip("`").endswith(".md") and "://" not in target:  # a file's name
+            name = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[3]))
+            title = (ROOT / name).read_text().partition("\n")[0].removeprefix("# ")
+            return f"[{title}]({target}{match[4] or ''})"
         is_there = "://" in target or target.endswith((".md", ".png")) or not target
         return f"{match[1]}[{match[2]}]({target}{match[4] or ''})" if is_there else match[2]
 
@@ -83,5 +87,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def mathml(markdown: str) -> str:
     """Formulas as MathML, which browsers draw themselves."""
-    blocks = BLOCK.sub(lambda match: f"\n{convert(match[1], display='block')}\n", markdown)
-    return INLINE.sub(lambda match: convert(match[1]), blocks)
+    wide = '\n<div style="overflow-x: auto">{}</div>\n'  # on a phone it scrolls by itself
+    blocks = BLOCK.sub(lambda match: wide.format(convert(match[1], display="block")), markdown)
+    # Python-Markdown takes <math> at the start of a line for a block of its own.
+    return INLINE.sub(lambda match: f"<span>{convert(match[1])}</span>", blocks)

@@ -70,7 +70,7 @@ def test_ten_lines_of_the_readme_run() -> None:
     assert names["y"].shape == (1000, 2, 512)
 
 
-@pytest.mark.parametrize("name", ["lookup", "smoothing"])
+@pytest.mark.parametrize("name", ["attention", "lookup", "smoothing"])
 def test_code_of_a_page_prints_what_it_says(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text()
     blocks = re.findall(r"^```(python|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
