@@ -94,7 +94,8 @@ def main(arguments: list[str] | None = None, prog: str = "python -m boltzattn.be
             f"{asked.heads} heads of rank {asked.rank}, dv {asked.dv}, {asked.dtype} on "
             f"{asked.device}, {torch.get_num_threads()} threads; times in ms\n"
             f"{'':8}{'forward':^30}{'forward + backward':^30}\n{'tokens':>8}"
-            + f"{'SDPA':>10}{'boltzattn':>11}{'ratio':>9}" * 2
+            + f"{'SDPA':>10}{'boltzattn':>11}{'ratio':>9}"
+            * 2
         )
     for row in rows(asked):
         if asked.json:
