@@ -1,10 +1,11 @@
 """Times attention on this machine, against scaled_dot_product_attention.
 
-Prints a line for each number of tokens: the median time of a call, forward and with backward, and
-how many times as long SDPA takes. SDPA is the faster of two: as it is, and with query and key padded
-to the width of the values, for which it has better kernels; the first is left out where its weights
-would take more than a gigabyte. The default takes under a minute on two CPU cores. The benchmarks of
-the repository, with other packages and a million tokens, are `make bench` and `make bench-full`.
+Prints a line for each number of tokens: the median time of a call, forward and with backward,
+and how many times as long SDPA takes. SDPA is the faster of two: as it is, and with query and key
+padded to the width of the values, for which it has better kernels; the first is left out where its
+weights would take more than a gigabyte. The default takes under a minute on two CPU cores. The
+benchmarks of the repository, with other packages and a million tokens, are `make bench` and
+`make bench-full`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import boltzattn
-from boltzattn.timing import times
+from boltzattn.timing import positive, times
 
 LENGTHS = (256, 1024, 4096, 8192)
 REPEATS, PATIENCE = 9, 2.0  # calls, and seconds for all of them
@@ -74,21 +75,29 @@ def main(arguments: list[str] | None = None, prog: str = "python -m boltzattn.be
     summary, _, more = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(prog=prog, description=summary, epilog=more)
 
-    def positive(text: str) -> int:
-        if (number := int(text)) < 1:
-            raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-        return number
-
     dtypes = ("float32", "float64", "bfloat16", "float16")
-    parser.add_argument("--lengths", type=positive, nargs="+", default=LENGTHS, metavar="N")
+    parser.add_argument(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        default=LENGTHS,
+        metavar="N",
+        help="numbers of tokens (256 1024 4096 8192)",
+    )
     parser.add_argument("--rank", type=positive, default=1, help="of queries and keys (1)")
-    parser.add_argument("--heads", type=positive, default=4, help="(4)")
+    parser.add_argument("--heads", type=positive, default=4, help="number of heads (4)")
     parser.add_argument("--dv", type=positive, default=64, help="width of the values (64)")
-    parser.add_argument("--dtype", choices=dtypes, default="float32", help="(float32)")
-    parser.add_argument("--device", default="cpu", help="a device of torch (cpu)")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="default float32")
+    parser.add_argument(
+        "--device", default="cpu", help="cpu, cuda, or another device of torch (cpu)"
+    )
     parser.add_argument("--causal", action="store_true", help="with a causal mask")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     asked = parser.parse_args(arguments)
+    try:
+        torch.empty(0, device=asked.device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        parser.error(f"--device {asked.device}: {str(error).splitlines()[0]}")
     if not asked.json:
         print(
             f"{asked.heads} heads of rank {asked.rank}, dv {asked.dv}, {asked.dtype} on "

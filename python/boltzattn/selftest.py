@@ -22,7 +22,7 @@ from boltzattn import info
 from boltzattn.dispatch import backends
 from boltzattn.dispatch.backends import Request, operation_of
 from boltzattn.problem import DTYPES
-from boltzattn.timing import times
+from boltzattn.timing import positive, times
 
 # What `transform` certifies, relative to the largest magnitude; `direct` is well within it too.
 TOLERANCE = {
@@ -169,7 +169,7 @@ def _measure(
 def main(arguments: list[str] | None = None, prog: str = "python -m boltzattn.selftest") -> int:
     summary, _, more = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(prog=prog, description=summary, epilog=more)
-    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a head")
+    parser.add_argument("--length", type=positive, default=LENGTH, help="tokens of a head (512)")
     options = parser.parse_args(arguments)
     print(info.report())
     if len(devices()) == 1:

@@ -1,7 +1,8 @@
-"""How long a call takes."""
+"""How long a call takes, and what the commands that measure it share."""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 
@@ -27,3 +28,10 @@ def times(run: Callable[[], object], device: str, repeats: int, patience: float)
         wait()
         found.append(time.perf_counter() - start)
     return found[1:] or found
+
+
+def positive(text: str) -> int:
+    """The type of an option of argparse."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
+    return int(text)

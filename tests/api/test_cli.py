@@ -49,6 +49,8 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         ["info", "--xml"],
         ["info", "--json", "--kernels"],
         ["bench", "--lengths", "0"],
+        ["bench", "--device", "no-such"],
+        ["selftest", "--length", "-1"],
         ["tune", "--dry-run", "--remove"],
     ],
 )
