@@ -109,6 +109,17 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert missing == []
 
 
+def test_every_page_has_a_place_on_the_site() -> None:
+    places = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    named = set(re.findall(r"([\w-]+\.md)$", places, re.MULTILINE))
+    assert named >= {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_citation_has_the_version_of_the_package() -> None:
+    (version,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert version == boltzattn.__version__
+
+
 @pytest.mark.parametrize("module", [m for m in _modules() if hasattr(m, "__all__")])
 def test_all_lists_what_exists(module: ModuleType) -> None:
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
