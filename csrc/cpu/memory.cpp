@@ -1,7 +1,7 @@
 // Memory that tasks work in. No torch.
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <mutex>
 #include <new>
 
 #include "cpu/parallel.h"
@@ -57,8 +57,8 @@ class SpareBlocks {
   // The smallest that is large enough, unless most of it would be wasted.
   char* take(int64_t& bytes) {
     if (bytes < kLeast || bytes > kMost) return nullptr;
-    const std::unique_lock<std::mutex> guard(lock_, std::try_to_lock);
-    if (!guard) return nullptr;
+    const Guard guard(busy_);
+    if (!guard.held) return nullptr;
     Spare* best = nullptr;
     for (Spare& one : spare_)
       if (one.bytes >= bytes && one.bytes <= 2 * bytes && (!best || one.bytes < best->bytes))
@@ -73,8 +73,8 @@ class SpareBlocks {
   // Whether it is kept.
   bool keep(char* data, int64_t bytes) {
     if (bytes < kLeast || bytes > kMost) return false;
-    const std::unique_lock<std::mutex> guard(lock_, std::try_to_lock);
-    if (!guard || total_ + bytes > kMostTotal) return false;
+    const Guard guard(busy_);
+    if (!guard.held || total_ + bytes > kMostTotal) return false;
     for (Spare& one : spare_)
       if (!one.data) {
         one = {data, bytes};
@@ -85,12 +85,23 @@ class SpareBlocks {
   }
 
  private:
+  // Gives up where a mutex would wait, and needs nothing of pthread, whose symbols are as new as
+  // the glibc of the build.
+  struct Guard {
+    explicit Guard(std::atomic_flag& busy)
+        : flag(busy), held(!busy.test_and_set(std::memory_order_acquire)) {}
+    ~Guard() {
+      if (held) flag.clear(std::memory_order_release);
+    }
+    std::atomic_flag& flag;
+    const bool held;
+  };
   struct Spare {
     char* data = nullptr;
     int64_t bytes = 0;
   };
   static constexpr int64_t kLeast = 1 << 20, kMost = 16 << 20, kMostTotal = 32 << 20;
-  std::mutex lock_;
+  std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
   Spare spare_[16];
   int64_t total_ = 0;
 };

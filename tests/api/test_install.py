@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from libraries import assert_stable_interface
+from libraries import assert_old_symbols, assert_stable_interface
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
@@ -118,6 +118,11 @@ def test_the_whole_wheel(checkout: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
     for library in (tmp_path / "unpacked/boltzattn").glob("*.so"):
         assert_stable_interface(library)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a rule of Linux")
+def test_the_library_loads_on_older_systems() -> None:
+    assert_old_symbols(ROOT / "python/boltzattn/libboltzattn.so")
 
 
 @pytest.mark.full  # pip fetches setuptools

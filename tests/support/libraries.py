@@ -33,4 +33,18 @@ def assert_stable_interface(library: Path) -> None:
     assert any(STABLE.fullmatch(name) for name in symbols)  # else this would have looked at nothing
 
 
+def assert_old_symbols(library: Path) -> None:
+    """No symbol is newer than those of manylinux_2_28, whatever glibc the library was built on."""
+    newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}
+    wanted = re.findall(
+        r" UND (\S+)@(GLIBC|GLIBCXX|CXXABI)_([\d.]+)", "\n".join(_readelf(library, "--dyn-syms"))
+    )
+    assert wanted
+    assert not [
+        name
+        for name, family, version in wanted
+        if tuple(map(int, version.split("."))) > newest[family]
+    ]
+
+
 _NEEDED = re.compile(r"\(NEEDED\).*\[(.+)\]")
