@@ -544,7 +544,7 @@ struct ScanBackward {
         of_pairs += x * load(weight + j);
       }
       sum = (sum + double(reduce_sum<T>(of_pairs))) * inverse;
-      double of_row = row_slope.data[row] * inverse;
+      const double of_row = row_slope.data[row] * inverse;
       const double t = chunk.t[i], gl = seen_any ? grad_lse(row) : 0,
                    origin = origin_of_row(chunk, i);
       sum -= gl;
@@ -553,11 +553,13 @@ struct ScanBackward {
         store(weight + j, w);
         store(sloped + j, w * (load(sloped + j) - T(sum)));
       }
-      for (int64_t j = 0; j < seen; ++j) {
-        of_row += double(sloped[j]) * (chunk.key[j] - origin);
-        of_keys[j] += double(sloped[j]) * t;
+      Vec<double> of_seen{};
+      for (int64_t j = 0; j < seen; j += kLanes<double>) {  // 0 for keys that are not seen
+        const Vec<double> x = widened(sloped + j);
+        of_seen += x * (load(chunk.key + j) - origin);
+        store(of_keys + j, load(of_keys + j) + x * t);
       }
-      dt.data[row] += of_row + gl * origin;
+      dt.data[row] += of_row + reduce_sum<double>(of_seen) + gl * origin;
     }
     // dv += weight^T g: row i counts for the keys that it sees
     for (int64_t j = 0; j < chunk.keys; j += kTileRows) {
