@@ -23,7 +23,7 @@ export TORCH_CUDA_ARCH_LIST ?= 8.0+PTX
 SANITIZER := $(wildcard tests/sanitize/*.cpp)
 
 .PHONY: bench bench-full micro test test-full test-transformers fuzz fuzz-operators sanitize arm64 \
-	lint format venv wheel wheel-cuda docs clean
+	lint format venv wheel wheel-cuda docs browser clean
 
 bench: venv
 	$(BIN)/python -m bench
@@ -48,7 +48,8 @@ test: venv
 	$(PYTEST) -m "not full"
 	$(INTERPRETED) -m "not full"
 
-test-full: venv test-transformers
+# With the documentation site in a browser, if there is one.
+test-full: venv $(VENV)/.tools test-transformers
 	$(PYTEST)
 	$(INTERPRETED)
 
@@ -168,6 +169,10 @@ wheel-cuda: venv $(VENV)/.tools
 # Without a network; a broken link or a missing docstring is an error.
 docs: venv $(VENV)/.tools
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# A Chromium for the tests of the site; that of a distribution (Debian: chromium) will do, too.
+browser: $(VENV)/.tools
+	$(BIN)/playwright install chromium
 
 clean:
 	rm -rf $(VENV) build dist dist-cuda python/*.egg-info python/boltzattn/*.so python/boltzattn/*.record

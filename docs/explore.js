@@ -68,6 +68,20 @@ function tableError(edge, panels, count, keys, values, bias) {
   return worst;
 }
 
+// Bars of weights over the keys, with the largest weight and the ends of the axis in numbers.
+function bars(w, keys, width) {
+  const step = width / w.length;
+  const most = Math.max(...w);
+  const drawn = w.map(
+    (x, j) => `<rect class="bar" x="${step * (j + 0.1)}" y="${84 - 70 * x}" height="${70 * x}"
+      width="${0.8 * step}"><title>key ${keys[j].toFixed(2)}: ${x.toFixed(3)}</title></rect>`,
+  );
+  const at = Math.min(Math.max((w.indexOf(most) + 0.5) * step, 16), width - 16);
+  return `${drawn.join("")}<line class="faint" x1="0" x2="${width}" y1="84" y2="84"/>
+    <text x="0" y="97">key -2</text><text x="${width}" y="97" text-anchor="end">2</text>
+    <text class="most" x="${at}" y="${81 - 70 * most}" text-anchor="middle">${most.toFixed(3)}</text>`;
+}
+
 function draw() {
   const number = (id) => Number(document.getElementById(id).value);
   const count = number("keys");
@@ -76,39 +90,46 @@ function draw() {
   const keys = Array.from({ length: count }, (_, j) => -2 + (4 * (j + 0.5)) / count);
   const values = keys.map((k) => Math.sin(2 * k));
   const bias = keys.map((k) => -number("bias") * (k - 0.5) ** 2);
-  const style = getComputedStyle(document.body);
-  const ink = style.getPropertyValue("color");
-  for (const kind of ["dot", "gaussian", "hardmax"]) {
-    const w = weights(kind, query, keys, temperature, bias);
-    const bars = w.map(
-      (x, j) => `<rect x="${(300 * j) / count}" y="${100 - 100 * x}" height="${100 * x}"
-        width="${(300 / count) * 0.8}" fill="#4477aa"><title>key ${keys[j].toFixed(2)}:
-        ${x.toFixed(3)}</title></rect>`,
+  const width = document.getElementById("table").clientWidth;
+  for (const kind of ["dot", "gaussian", "hardmax"])
+    document.getElementById(kind).innerHTML = bars(
+      weights(kind, query, keys, temperature, bias),
+      keys,
+      width,
     );
-    document.getElementById(kind).innerHTML = bars.join("");
-  }
   const edge = 1 / temperature;
   const panels = number("panels");
   const nodes = number("nodes");
-  const at = (t) => 150 + (145 * t) / edge;
-  const height = (y) => 50 - 45 * y;
-  const line = Array.from({ length: 301 }, (_, i) => {
-    const t = -edge + (2 * edge * i) / 300;
-    return `${at(t)},${height(output(t, keys, values, bias))}`;
-  });
-  const dots = panelNodes(edge, panels, nodes).flatMap((panel) => [
-    ...panel.map(
-      (t) => `<circle cx="${at(t)}" cy="${height(output(t, keys, values, bias))}" r="1.8"
-        fill="#cc3311"/>`,
-    ),
-  ]);
+  const place = (t, y) => `${(width * (1 + (0.98 * t) / edge)) / 2},${80 - 72 * Math.max(-2, Math.min(2, y))}`;
+  const f = (t) => output(t, keys, values, bias);
+  const tables = panelNodes(edge, panels, nodes).map((places) => ({
+    places,
+    samples: places.map(f),
+  }));
+  const steps = 60;
+  const path = (panel, y) =>
+    Array.from({ length: steps + 1 }, (_, i) => {
+      const t = -edge + (2 * edge * (panel + i / steps)) / panels;
+      return place(t, y(t));
+    }).join(" ");
+  const lines = tables.map(
+    ({ places, samples }, p) => `<polyline class="ink" points="${path(p, f)}"/>
+      <polyline class="table" points="${path(p, (t) => interpolate(t, places, samples))}"/>`,
+  );
+  const dots = tables.flatMap(({ places, samples }) =>
+    places.map((t, i) => {
+      const [x, y] = place(t, samples[i]).split(",");
+      return `<circle class="node" cx="${x}" cy="${y}" r="2.5"/>`;
+    }),
+  );
   const borders = Array.from({ length: panels + 1 }, (_, p) => {
-    const x = at(-edge + (2 * edge * p) / panels);
-    return `<line x1="${x}" x2="${x}" y1="0" y2="100" stroke="${ink}" stroke-opacity="0.2"/>`;
+    const x = width * (0.01 + (0.98 * p) / panels);
+    return `<line class="faint" x1="${x}" x2="${x}" y1="0" y2="160"/>`;
   });
   document.getElementById("table").innerHTML =
-    `${borders.join("")}<polyline points="${line.join(" ")}" fill="none" stroke="${ink}"/>` +
-    dots.join("");
+    `${borders.join("")}${lines.join("")}${dots.join("")}
+    <text x="0" y="174">t = ${(-edge).toPrecision(2)}</text>
+    <text x="${width}" y="174" text-anchor="end">${edge.toPrecision(2)}</text>`;
   const error = tableError(edge, panels, nodes, keys, values, bias);
   document.getElementById("error").textContent = error.toExponential(1);
   for (const slider of document.querySelectorAll("#explore input"))
@@ -119,6 +140,7 @@ function draw() {
 if (typeof document !== "undefined") {
   for (const slider of document.querySelectorAll("#explore input"))
     slider.addEventListener("input", draw);
+  window.addEventListener("resize", draw);
   draw();
 }
 if (typeof module !== "undefined")

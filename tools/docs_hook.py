@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import posixpath
 import re
 import sys
@@ -31,34 +30,14 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)]*)?\)")
 TAG = re.compile(r'((?:src|srcset)=")([^"]+)')
 
 
-def public() -> dict[str, Any]:
-    """The functions and classes that a user may call, by full name."""
-    sys.path.insert(0, str(ROOT / "python"))
-    import boltzattn
-
-    found = {}
-    for module in (boltzattn, boltzattn.nn, boltzattn.distributed, boltzattn.smoothing):
-        for name in module.__all__:
-            if callable(getattr(module, name)):
-                found[f"{module.__name__}.{name}"] = getattr(module, name)
-    return found
-
-
-def undocumented(name: str, thing: Any) -> list[str]:
-    """The thing, and public methods of a class of ours, that have no docstring."""
-    members = {name: thing}
-    if inspect.isclass(thing):
-        own = {key: value for key, value in vars(thing).items() if not key.startswith("_")}
-        members |= {f"{name}.{key}": value for key, value in own.items() if callable(value)}
-    return [key for key, value in members.items() if not inspect.getdoc(value)]
-
-
 def api() -> str:
     """One page, from the docstrings."""
-    found = public()
-    if missing := [x for name, thing in found.items() for x in undocumented(name, thing)]:
-        raise PluginError(f"without a docstring: {', '.join(missing)}")
-    return "# API reference\n\n" + "".join(f"::: {name}\n\n" for name in found)
+    sys.path[:0] = [str(ROOT), str(ROOT / "python")]
+    from tools.public_api import public, undocumented
+
+    if missing := undocumented():
+        raise PluginError(f"not described in a docstring: {', '.join(missing)}")
+    return "# API reference\n\n" + "".join(f"::: {name}\n\n" for name in public())
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -80,6 +59,10 @@ def text_of(source: str) -> str:
 
     def link(match: re.Match[str]) -> str:
         target = moved(source, match[3])
+        if match[2].strip("`").endswith(".md") and "://" not in target:  # a file's name
+            name = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[3]))
+            title = (ROOT / name).read_text().partition("\n")[0].removeprefix("# ")
+            return f"[{title}]({target}{match[4] or ''})"
         is_there = "://" in target or target.endswith((".md", ".png")) or not target
         return f"{match[1]}[{match[2]}]({target}{match[4] or ''})" if is_there else match[2]
 
@@ -104,5 +87,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def mathml(markdown: str) -> str:
     """Formulas as MathML, which browsers draw themselves."""
-    blocks = BLOCK.sub(lambda match: f"\n{convert(match[1], display='block')}\n", markdown)
-    return INLINE.sub(lambda match: convert(match[1]), blocks)
+    wide = '\n<div style="overflow-x: auto">{}</div>\n'  # on a phone it scrolls by itself
+    blocks = BLOCK.sub(lambda match: wide.format(convert(match[1], display="block")), markdown)
+    # Python-Markdown takes <math> at the start of a line for a block of its own.
+    return INLINE.sub(lambda match: f"<span>{convert(match[1])}</span>", blocks)

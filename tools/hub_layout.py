@@ -28,7 +28,7 @@ NAMESPACE = _ops.ops.name
 CPU_LIBRARY = CUDA_LIBRARY = Path(getattr(_ops, NAMESPACE).__file__)
 '''
 
-BINDING = """// The module that Python imports; csrc/*/ops.cpp register the operators.
+BINDING = """// The module that Python imports; the operators register themselves.
 #include "registration.h"
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -5,8 +5,8 @@
 // other files share must not be compiled with instructions that the machine may not have. Then they
 // define BOLTZATTN_ISA (a namespace), BOLTZATTN_SUPPORTED and the sizes of vectors and tiles, and
 // include one of units/*.inc.h. The files isa/*.cpp, one for each instruction set and unit, say
-// which. Units are compiled apart so that compilers run side by side and a change costs one unit's
-// time.
+// which, and include first what a unit alone needs of spec/. Units are compiled apart so that
+// compilers run side by side and a change costs one unit's time.
 #pragma once
 
 #include <cmath>
@@ -19,10 +19,8 @@
 #include "cpu/problem.h"
 #include "spec/certificate.h"
 #include "spec/dropout.h"
-#include "spec/envelope.h"
 #include "spec/online_softmax.h"
 #include "spec/scan.h"
-#include "spec/tensor.h"
 
 namespace boltzattn {
 

@@ -6,14 +6,14 @@
 
 namespace boltzattn {
 
-// Calls body(context, task) for every task below `tasks`; implemented in ops.cpp. If a task throws,
+// Calls body(context, task) for every task below `tasks`; implemented in threads.cpp. If a task throws,
 // the others stop at their next pause, and the exception is thrown again.
 void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* context);
 
 int64_t thread_count();
 
 // Long tasks call this every few milliseconds or more often: here they stop if another task has
-// failed, or if the user has interrupted the call. Implemented in ops.cpp.
+// failed, or if the user has interrupted the call. Implemented in threads.cpp.
 void pause_point();
 
 // What `pause_point` asks about every tenth of a second, on any thread: throws to end the call.

@@ -11,8 +11,6 @@
 
 namespace boltzattn {
 
-constexpr int kMostAxes = 4;  // rank
-
 // The largest kappa for which interpolating exp(kappa x) on [-1, 1] in this many Chebyshev nodes
 // errs by at most `error` exp(kappa x) at every x; a test computes them again.
 struct TensorReach {

@@ -12,6 +12,8 @@
 
 namespace boltzattn {
 
+constexpr int kMostAxes = 4;  // the largest rank that has a transform
+
 enum class DType { kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
 
 // The range of some numbers: the smallest and the largest, which tokens they belong to, how many

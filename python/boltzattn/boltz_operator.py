@@ -73,6 +73,10 @@ def boltz(a: Tensor, dim: int = -1) -> Tensor:
     Computed as `max - mean gap`, so it does not overflow and keeps its digits for large `a`.
     Entries of -inf take no part. The gradient is `p_i (1 + a_i - boltz(a))`, differentiable again.
 
+    Args:
+        a: floating-point, with at least one element along `dim`.
+        dim: the dimension that is reduced.
+
     Example:
         >>> boltzattn.boltz(torch.tensor([0.0, 0.0]))
         tensor(0.)

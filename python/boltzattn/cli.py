@@ -19,11 +19,21 @@ COMMANDS = {
         None,
         "check every backend on this machine against fp64; exit status 1 if one is wrong",
     ),
+    "bench": (
+        "boltzattn.bench",
+        None,
+        "time attention on this machine against scaled_dot_product_attention",
+    ),
+    "tune": (
+        "boltzattn.tune",
+        None,
+        "measure what method='auto' chooses by, and keep it for this machine",
+    ),
     "theory": ("boltzattn.theory.__main__", "theory", "the theorems, with tables and figures"),
     "experiments": (
         "boltzattn.experiments.__main__",
         "experiments",
-        "run one of ten experiments, or all of them",
+        "run one of the experiments, or all of them",
     ),
 }
 

@@ -160,6 +160,11 @@ def explain(
 ) -> str:
     """What `attention` would send, in bytes of what a process gives to the collectives. Collective.
 
+    Args:
+        query, key, value, group, scale, enable_gqa: as in `boltzattn.distributed.attention`.
+        key_padding_mask, is_causal, key_bias, score: as in `boltzattn.distributed.attention`.
+        alibi_slopes, exchange, backend: as in `boltzattn.distributed.attention`.
+
     Example:
         >>> import tempfile
         >>> store = f"file://{tempfile.mkdtemp()}/store"

@@ -36,9 +36,13 @@ def explain(
 ) -> str:
     """The plan `attention` would follow for these arguments, and why not the others.
 
-    With `cu_seqlens_q` and `cu_seqlens_k` it describes the plans of `attention_varlen`. With
-    `group` it describes what `boltzattn.distributed.attention` would send between its processes, in
-    bytes; every process of the group must then make this call.
+    Args:
+        query, key, value, attn_mask, dropout_p: as in `attention`.
+        is_causal, scale, enable_gqa, key_padding_mask: as in `attention`.
+        key_bias, score, alibi_slopes, method, backend: as in `attention`.
+        cu_seqlens_q, cu_seqlens_k: as in `attention_varlen`, whose plans are then described.
+        group: describe what `boltzattn.distributed.attention` would send between the processes of
+            this group, in bytes; every one of them must then make this call.
 
     Example:
         >>> q = torch.randn(4, 100, 2)

@@ -245,6 +245,7 @@ def self_attention(
         w_q, w_k: `[num_heads * rank, d]`, as the weight of an `nn.Linear`.
         w_v: `[num_heads * dv, d]`.
         w_o: `[d_out, num_heads * dv]`, or None to return the heads side by side.
+        num_heads: number of heads; their rank and dv follow from the weights.
         b_q, b_k, b_v, b_o: biases of the projections.
         attn_mask, key_bias: as in `attention`, with `[..., num_heads, n, n]` for the mask and
             `[..., num_heads, n]` for the bias.

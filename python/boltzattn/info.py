@@ -18,7 +18,7 @@ import torch
 
 import boltzattn
 from boltzattn import cuda_report
-from boltzattn.dispatch import backends
+from boltzattn.dispatch import backends, costs
 from boltzattn.dispatch.extension import extension
 
 
@@ -38,6 +38,7 @@ def facts() -> dict[str, Any]:
             "instruction sets": library.supported_isas(),
             "instruction set in use": library.isa(),
         },
+        "costs": costs.of_cpu()[1],
         "backends": {
             backend.name: {
                 "language": backend.summary,
@@ -68,6 +69,7 @@ def report() -> str:
             f"instruction sets: {', '.join(library['instruction sets'])} usable here, "
             f"{library['instruction set in use']} in use"
         )
+    lines.append(f"costs, by which a method is chosen: {known['costs']}")
     lines.append("backends:")
     for name, backend in known["backends"].items():
         state = f"not usable: {backend['not usable']}" if backend["not usable"] else "usable"

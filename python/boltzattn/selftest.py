@@ -22,6 +22,7 @@ from boltzattn import info
 from boltzattn.dispatch import backends
 from boltzattn.dispatch.backends import Request, operation_of
 from boltzattn.problem import DTYPES
+from boltzattn.timing import positive, times
 
 # What `transform` certifies, relative to the largest magnitude; `direct` is well within it too.
 TOLERANCE = {
@@ -73,21 +74,8 @@ def _relative(actual: Tensor, truth: Tensor) -> float:
     return float(error.nan_to_num(nan=torch.inf))
 
 
-def _milliseconds(run: Callable[[], object], device: str, repeats: int = 5) -> float:
-    """The median time of a call, waiting for the device before and after."""
-
-    def wait() -> None:
-        if device != "cpu":
-            torch.accelerator.synchronize()
-
-    times: list[float] = []
-    while not times or (len(times) <= repeats and sum(times) < 1e3 * PATIENCE):
-        wait()
-        start = time.perf_counter()
-        run()
-        wait()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[1:] or times)  # the first warms up
+def _milliseconds(run: Callable[[], object], device: str) -> float:
+    return 1e3 * statistics.median(times(run, device, repeats=5, patience=PATIENCE))
 
 
 def devices() -> list[str]:
@@ -181,7 +169,7 @@ def _measure(
 def main(arguments: list[str] | None = None, prog: str = "python -m boltzattn.selftest") -> int:
     summary, _, more = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(prog=prog, description=summary, epilog=more)
-    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a head")
+    parser.add_argument("--length", type=positive, default=LENGTH, help="tokens of a head (512)")
     options = parser.parse_args(arguments)
     print(info.report())
     if len(devices()) == 1:

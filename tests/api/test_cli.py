@@ -42,7 +42,17 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["tune"], ["info", "--xml"], ["info", "--json", "--kernels"]]
+    "words",
+    [
+        [],
+        ["melody"],
+        ["info", "--xml"],
+        ["info", "--json", "--kernels"],
+        ["bench", "--lengths", "0"],
+        ["bench", "--device", "no-such"],
+        ["selftest", "--length", "-1"],
+        ["tune", "--dry-run", "--remove"],
+    ],
 )
 def test_a_wrong_call_ends_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -56,6 +66,21 @@ def test_the_status_of_the_self_test_is_handed_on(monkeypatch: pytest.MonkeyPatc
     assert cli.main(["selftest"]) == 1
     monkeypatch.setattr(selftest, "rows", lambda length: iter(["ok   here"]))
     assert cli.main(["selftest"]) == 0
+
+
+def test_bench_prints_a_line_for_each_length(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ["--lengths", "20", "3000", "--heads", "1", "--dv", "8"]
+    assert cli.main(["bench", *lengths, "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["tokens"] for row in rows] == [20, 3000]
+    assert [row["taken"] for row in rows] == [f"method {m}, backend cpu" for m in boltzattn.METHODS]
+    assert all(
+        row[who][what] > 0 for row in rows for who in ("sdpa", "boltzattn") for what in row[who]
+    )
+    assert cli.main(["bench", *lengths, "--causal", "--rank", "8", "--dtype", "bfloat16"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("1 heads of rank 8, dv 8, bfloat16 on cpu")
+    assert [line.split()[0] for line in printed[-2:]] == ["20", "3000"]
 
 
 def test_a_missing_package_is_named() -> None:

@@ -15,6 +15,8 @@ import boltzattn
 import pytest
 import torch
 
+from tools.public_api import undocumented
+
 ROOT = Path(__file__).parents[2]
 SETTINGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
@@ -55,6 +57,10 @@ def test_public_function_has_an_example(name: str) -> None:
     assert doctest.DocTestParser().get_examples(text), f"{name} has no example"
 
 
+def test_every_parameter_is_described() -> None:
+    assert undocumented() == []
+
+
 def test_ten_lines_of_the_readme_run() -> None:
     readme = (ROOT / "README.md").read_text()
     (code,) = re.findall(r"^## Ten lines\n+```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
@@ -64,7 +70,7 @@ def test_ten_lines_of_the_readme_run() -> None:
     assert names["y"].shape == (1000, 2, 512)
 
 
-@pytest.mark.parametrize("name", ["lookup", "smoothing"])
+@pytest.mark.parametrize("name", ["attention", "lookup", "smoothing"])
 def test_code_of_a_page_prints_what_it_says(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text()
     blocks = re.findall(r"^```(python|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
@@ -101,6 +107,17 @@ def test_links_lead_somewhere(page: Path) -> None:
         link for pair in links for link in pair if link and not (page.parent / link).exists()
     ]
     assert missing == []
+
+
+def test_every_page_has_a_place_on_the_site() -> None:
+    places = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    named = set(re.findall(r"([\w-]+\.md)$", places, re.MULTILINE))
+    assert named >= {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_citation_has_the_version_of_the_package() -> None:
+    (version,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert version == boltzattn.__version__
 
 
 @pytest.mark.parametrize("module", [m for m in _modules() if hasattr(m, "__all__")])

@@ -27,8 +27,7 @@ extern "C" const char* __ubsan_default_options() {
   return "abort_on_error=1:print_stacktrace=1";
 }
 
-// -- what cpu/ops.cpp gives the kernels, without torch
-// ---------------------------------------------
+// -- what cpu/threads.cpp gives the kernels, without torch
 
 namespace boltzattn {
 

@@ -2,6 +2,8 @@
 // what depends on the number of lanes is executed even where AVX-512 is not. The Makefile compiles
 // it once for each unit; see cpu/isa.h.
 #include "cpu/isa.h"
+#include "spec/envelope.h"
+#include "spec/tensor.h"
 
 namespace boltzattn::wide {
 extern const Kernels kTable;

@@ -1,2 +1,3 @@
+#include "spec/envelope.h"
 #define BOLTZATTN_UNIT "cpu/units/biased_scan.inc.h"
 #include "cpu/isa/avx2.h"

@@ -1,2 +1,3 @@
+#include "spec/tensor.h"
 #define BOLTZATTN_UNIT "cpu/units/tensor.inc.h"
 #include "cpu/isa/portable.h"

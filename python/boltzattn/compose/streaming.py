@@ -137,10 +137,13 @@ class StreamingAttention:
 
     @_without_gradients
     def append(self, key: Tensor, value: Tensor, key_bias: Tensor | None = None) -> None:
-        """Take in keys `[*num_heads, n, 1]` and values `[*num_heads, n, head_dim]`; any n, also 1.
+        """Take in tokens, which are not kept. If it raises, nothing has been appended.
 
-        They are not kept. `key_bias`, broadcastable to `[*num_heads, n]`, is added to all logits of
-        a key; -inf hides it. If it raises, nothing has been appended.
+        Args:
+            key: `[*num_heads, n, 1]`; any n, also 1.
+            value: `[*num_heads, n, head_dim]`.
+            key_bias: broadcastable to `[*num_heads, n]`, added to all logits of a key; -inf hides
+                it.
         """
         n, bias = self._check_tokens(key, value, key_bias)
         if n > 0:
@@ -149,10 +152,14 @@ class StreamingAttention:
 
     @_without_gradients
     def query(self, query: Tensor, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of queries `[*num_heads, n_q, 1]` to all tokens: `[*num_heads, n_q, head_dim]`.
+        """Attention of queries to all tokens: `[*num_heads, n_q, head_dim]`.
 
-        Before the first token: zeros, and lse -inf. With `return_lse` also the log-sum-exp
-        `[*num_heads, n_q]`, fp64 for fp64 and fp32 else, for `boltzattn.merge`.
+        Before the first token: zeros, and lse -inf.
+
+        Args:
+            query: `[*num_heads, n_q, 1]`.
+            return_lse: also return the log-sum-exp `[*num_heads, n_q]`, fp64 for fp64 and fp32
+                else, for `boltzattn.merge`.
         """
         self._check("query", query, (*self.lead, _tokens(query), 1))
         out, lse = self._table.query(query)
@@ -165,6 +172,10 @@ class StreamingAttention:
         """Append tokens, then query: what a causal decoder does with every token it adds.
 
         If it raises, nothing has been appended.
+
+        Args:
+            query: as of `query`.
+            key, value, key_bias: as of `append`.
         """
         self._check("query", query, (*self.lead, _tokens(query), 1))
         n, bias = self._check_tokens(key, value, key_bias)
@@ -175,9 +186,11 @@ class StreamingAttention:
         return out
 
     def merge(self, other: StreamingAttention) -> None:
-        """Take in all that another stream has taken in; that one stays as it is.
+        """Take in all that another stream has taken in.
 
-        With `alibi_slopes` its tokens come after those of this stream.
+        Args:
+            other: a stream with the same settings, which stays as it is. With `alibi_slopes` its
+                tokens come after those of this stream.
         """
         mine, its = self._settings(), other._settings()
         if mine != its:
@@ -212,7 +225,11 @@ class StreamingAttention:
         return {"settings": self._settings(), "count": self._count, **copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the state by a copy of what `state_dict` returned; raises if it is not that."""
+        """Replace the state by a copy of another.
+
+        Args:
+            state: what `state_dict` returned; raises if it is not that.
+        """
         names = {"settings", "count", *self._table.entries()}
         if missing := names - state.keys():
             raise ValueError(f"state must have the entries of state_dict(), lacks {min(missing)!r}")

@@ -10,6 +10,7 @@ import torch
 
 from boltzattn.dispatch import backends
 from boltzattn.dispatch.backends import BACKENDS, METHODS, Request, operation_of
+from boltzattn.dispatch.costs import GPU, Costs, of_cpu
 from boltzattn.problem import Choice, SelfAttentionProblem
 from boltzattn.transform.tensor import choose_tensor_layout
 
@@ -22,66 +23,6 @@ class Plan(NamedTuple):
     kernels: Any
 
 
-class Costs(NamedTuple):
-    """Nanoseconds on one device. Only their ratios decide."""
-
-    direct_pair: float  # a query and a key: score, exponential, sums
-    direct_pair_column: float  # each of the rank + dv multiply-adds of a pair
-    transform_call: float
-    transform_head: float  # the core, at ordinary temperatures
-    transform_head_column: float
-    transform_token: float  # a query or a key
-    transform_token_column: float
-    lookup_head: float  # with a bias per key: the layout
-    lookup_token: float
-    lookup_token_column: float
-    scan_token: float  # a query and a key
-    scan_token_column: float
-    layer_token_column: float  # at the nodes: a column of a token, of x or of the output
-    product: float  # a multiply-add of torch's matrix products
-    core_product: float  # a multiply-add of the core, in fp64
-
-
-# One core of an AMD EPYC, fp32, fitted to the medians that `make micro` prints (Zen 3; the last
-# three, which only layers use, Zen 4).
-CPU = Costs(
-    direct_pair=0.75,
-    direct_pair_column=0.022,
-    transform_call=0.0,
-    transform_head=45_000.0,
-    transform_head_column=330.0,
-    transform_token=16.0,
-    transform_token_column=0.32,
-    lookup_head=140_000.0,
-    lookup_token=55.0,
-    lookup_token_column=0.85,
-    scan_token=100.0,
-    scan_token_column=3.2,
-    layer_token_column=0.85,
-    product=0.025,
-    core_product=0.045,
-)
-# An A100 by its data sheet: modelled, not measured. A pair takes about 30 fp32 operations (19.5e12
-# a second), a column of it 3 tf32 products (156e12); a token moves 59 bytes and a column of it,
-# bf16, 2 (2.04e12); the core of 200 x 150 nodes is fp64 (19.5e12 with matrix units); a call is 10
-# launches of 5 us that have little to do.
-GPU = Costs(
-    direct_pair=1.5e-3,
-    direct_pair_column=4e-5,
-    transform_call=5e4,
-    transform_head=20.0,
-    transform_head_column=3.0,
-    transform_token=0.03,
-    transform_token_column=1e-3,
-    lookup_head=math.inf,  # no kernel yet
-    lookup_token=math.inf,
-    lookup_token_column=math.inf,
-    scan_token=math.inf,  # no kernel yet
-    scan_token_column=math.inf,
-    layer_token_column=1e-3,
-    product=1.3e-5,
-    core_product=1e-4,
-)
 # A head of the reference's transform is some hundred calls of torch; against the reference's own
 # direct method it breaks even at about 1,800 tokens.
 REFERENCE_TRANSFORM_HEAD = 3e6
@@ -104,13 +45,13 @@ QUADRATIC_NOTICE = 4.0
 NODES_TRAINING = 1.3
 
 
-def costs(device: str) -> Costs:
-    return GPU if device == "cuda" else CPU
+def _costs(device: str) -> Costs:
+    return GPU if device == "cuda" else of_cpu()[0]
 
 
-def direct_cost(request: Request) -> float:
+def direct_cost(request: Request, costs: Costs | None = None) -> float:
     """Nanoseconds of the direct method, forward."""
-    cost = costs(request.device)
+    cost = costs or _costs(request.device)
     pairs: float = request.heads * request.n_q * request.n_k
     if request.is_causal:
         pairs *= 0.5
@@ -122,9 +63,11 @@ def is_biased(request: Request) -> bool:
     return request.key_bias or request.slopes or request.gaussian
 
 
-def transform_cost(request: Request, head: float | None = None) -> float:
+def transform_cost(
+    request: Request, head: float | None = None, costs: Costs | None = None
+) -> float:
     """Nanoseconds of the transform, forward; of a scan if the call is causal."""
-    cost = costs(request.device)
+    cost = costs or _costs(request.device)
     if request.is_causal:
         token = cost.scan_token + cost.scan_token_column * request.dv
         if is_biased(request):
@@ -286,16 +229,21 @@ def _projects_at_nodes(layer: LayerRequest, choice: Choice) -> bool:
         backends.can_serve(request, operation, choice.backend) for operation in ("layer", "project")
     ):
         return False
-    cost, dv, d, d_out = costs(layer.device), layer.dv, layer.d, layer.d_out
+    at_nodes, first = projection_costs(layer, _costs(layer.device))
+    return at_nodes * (NODES_TRAINING if layer.training else 1.0) < first
+
+
+def projection_costs(layer: LayerRequest, cost: Costs) -> tuple[float, float]:
+    """Nanoseconds, forward, that differ: of projecting at the nodes, and of projecting first."""
+    heads, n, d, dv, d_out = layer.num_heads * layer.batch, layer.n, layer.d, layer.dv, layer.d_out
     outward = cost.product * dv if layer.projects_out else 0.0
     # The core meets the weight in every head; w_o w_v is formed once for the whole batch.
-    fixed = d * d_out * request.heads * CORE_NODES * cost.core_product
+    fixed = d * d_out * heads * CORE_NODES * cost.core_product
     fixed += d * d_out * layer.num_heads * outward
-    fixed += request.heads * cost.transform_head_column * (d_out - dv)
-    at_nodes = fixed + request.heads * layer.n * cost.layer_token_column * (d + d_out)
+    fixed += heads * cost.transform_head_column * (d_out - dv)
+    at_nodes = fixed + heads * n * cost.layer_token_column * (d + d_out)
     column = 2 * cost.transform_token_column + cost.product * d
-    first = request.heads * layer.n * (column * dv + outward * d_out)
-    return at_nodes * (NODES_TRAINING if layer.training else 1.0) < first
+    return at_nodes, heads * n * (column * dv + outward * d_out)
 
 
 def _why_not_taken(other: Choice, taken: Plan, asked: Choice) -> str:

@@ -49,8 +49,11 @@ _warned: set[str] = set()
 def set_quadratic(reaction: str) -> None:
     """What happens if a mask or dropout makes a call of rank 1 quadratic.
 
-    "warn", the default, warns once for each cause; "error" raises; "ignore" does nothing. Only
-    calls with `method="auto"` that lose a factor of 4 or more count.
+    Only calls with `method="auto"` that lose a factor of 4 or more count.
+
+    Args:
+        reaction: "warn", the default, warns once for each cause; "error" raises; "ignore" does
+            nothing.
 
     Example:
         >>> boltzattn.set_quadratic("ignore")
@@ -77,6 +80,9 @@ def react_to_quadratic(reason: str) -> None:
 def use_backend(name: str) -> Iterator[None]:
     """Within the block, calls with `backend="auto"` use this backend, or raise why they cannot.
 
+    Args:
+        name: one of `boltzattn.BACKENDS`, or "auto".
+
     Example:
         >>> q = torch.randn(4, 100, 2)
         >>> with boltzattn.use_backend("reference"):
@@ -94,6 +100,9 @@ def use_backend(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def use_method(name: str) -> Iterator[None]:
     """Within the block, calls with `method="auto"` use this method, or raise why they cannot.
+
+    Args:
+        name: one of `boltzattn.METHODS`, or "auto".
 
     Example:
         >>> q = torch.randn(4, 100, 1)

@@ -17,11 +17,17 @@ RANKS = "boltzattn_ranks"
 
 
 class Projection(NamedTuple):
-    """A linear map inside a module: those rows of its weight, or columns if transposed."""
+    """A linear map inside a module: those rows of its weight, or columns if transposed.
+
+    Attributes:
+        module: has `weight` and `bias`; the bias may be None.
+        rows: the outputs that belong to the map.
+        transposed: the weight is `[in, out]`, as that of transformers' Conv1D.
+    """
 
     module: nn.Module
     rows: slice = slice(None)
-    transposed: bool = False  # the weight is [in, out], as that of transformers' Conv1D
+    transposed: bool = False
 
     @property
     def weight(self) -> Tensor:
@@ -37,6 +43,12 @@ class Projection(NamedTuple):
 
     @torch.no_grad()
     def write(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Change the module in place.
+
+        Args:
+            weight: `[out, in]`.
+            bias: `[out]`; None leaves the bias as it is, and a module without one ignores it.
+        """
         self.weight.copy_(weight)
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)

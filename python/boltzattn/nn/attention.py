@@ -117,6 +117,7 @@ class LowRankAttention(nn.Module):
         process_group: the sequence is spread over the processes of this torch.distributed group,
             inputs and results being this process's tokens; see `boltzattn.distributed`.
         exchange: what these processes send, "moments" (rank 1) or "gather" (any rank).
+        device, dtype: of the parameters.
 
     Initialisation: the rows of W_Q, and those of W_K, are orthonormal. For inputs of unit variance
     (what a LayerNorm gives) every coordinate of q and k then has variance exactly 1, and the
@@ -447,8 +448,9 @@ class LowRankAttention(nn.Module):
 
         Args:
             query: `[n_q, batch, embed_dim]`, `[batch, n_q, embed_dim]` with `batch_first`, or
-                `[n_q, embed_dim]` unbatched; key and value alike with n_k. With `batch_first` also
-                nested tensors of the jagged layout, without masks: no padding is computed.
+                `[n_q, embed_dim]` unbatched. With `batch_first` also nested tensors of the jagged
+                layout, without masks: no padding is computed.
+            key, value: alike, with n_k tokens and widths `kdim` and `vdim`.
             key_padding_mask: `[batch, n_k]` (`[n_k]` unbatched); bool, True = ignore this key, or
                 floating, added to its logits.
             need_weights: also return the attention weights; forms all n_q x n_k of them.

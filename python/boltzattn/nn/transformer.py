@@ -32,6 +32,7 @@ class FeedForward(nn.Module):
         activation: "relu" or "gelu".
         dropout: probability, for the hidden activations and for the output of W2.
         norm: apply a LayerNorm first, `z + W2 act(W1 norm(z) + b1) + b2`.
+        device, dtype: of the parameters.
 
     `linear1` holds W1 `[hidden_dim, embed_dim]` and b1, `linear2` holds W2 and b2.
 
@@ -96,7 +97,11 @@ class FeedForward(nn.Module):
         return network
 
     def forward(self, z: Tensor) -> Tensor:
-        """Map `[..., embed_dim]` to `[..., embed_dim]`."""
+        """Apply the network to every token.
+
+        Args:
+            z: `[..., embed_dim]`, the shape of the result, too.
+        """
         tokens, hidden_dim = z.numel() // max(1, z.shape[-1]), self.linear1.out_features
         if (
             torch.compiler.is_compiling()
@@ -159,6 +164,7 @@ class OneLayerTransformer(nn.Module):
             `2 * embed_dim` parameters a loop; "sinusoidal" for a linear function of sines and
             cosines of t, with as many parameters for any number of loops.
         method, backend: as in `boltzattn.attention`.
+        device, dtype: of the parameters.
 
     Example:
         >>> model = OneLayerTransformer(32, form="standard", num_heads=4, in_dim=3, out_dim=1)
