@@ -21,8 +21,14 @@ def saved(name: str, seed: int) -> Result:
 def findings(name: str) -> str:
     """The findings of seed 0, each with the verdict of seed 1; its evidence where they differ."""
     shown = []
-    other = {finding.claim: finding for finding in saved(name, 1).findings}
+    again_run = saved(name, 1).findings if path_of(name, 1).exists() else []
+    other = {finding.claim: finding for finding in again_run}
     for finding in saved(name, 0).findings:
+        if finding.claim not in other:
+            shown.append(
+                textwrap.fill(str(finding), 100, subsequent_indent=" " * 9, break_on_hyphens=False)
+            )
+            continue
         again = other[finding.claim]
         verdict = "holds" if again.holds else "REFUTED"
         says = "agrees" if again.holds == finding.holds else f"{verdict}, {again.evidence}"

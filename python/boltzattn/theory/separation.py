@@ -31,6 +31,10 @@ class ConflictError(ValueError):
     """Labels differ where no construction can tell the inputs apart; the message lists them."""
 
 
+class DomainError(ValueError):
+    """An input is outside the set for which a construction was made; the message says where."""
+
+
 @dataclass(frozen=True)
 class Separation:
     """The report of `separation`.
