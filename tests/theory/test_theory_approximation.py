@@ -11,6 +11,7 @@ from boltzattn.nn import OneLayerTransformer
 from boltzattn.theory import (
     TARGETS,
     EquivarianceWarning,
+    ResolutionError,
     add_positions,
     approximate,
     rounding_network,
@@ -171,7 +172,7 @@ def test_sizes_are_checked(arguments, message):
 
 def test_noise_above_the_gap_is_refused():
     # A ramp of 1e-14 of a cell has a slope of 1e15: rounding of x alone moves the result.
-    with pytest.raises(ValueError, match=r"ids; the closest are .* times the noise of"):
+    with pytest.raises(ResolutionError, match=r"ids; the closest are .* times the noise of"):
         approximate(TARGETS["wave"], 1, 3, 8, samples=100, ramp=1e-14)
 
 
