@@ -138,8 +138,13 @@ $(VENV)/.requirements: requirements.txt
 
 # An editable install: Python sources are used in place; the library and the development module _C
 # land in python/boltzattn.
-$(VENV)/.built: $(VENV)/.requirements setup.py pyproject.toml python/boltzattn/_version.py $(SOURCES)
+$(VENV)/.installed: $(VENV)/.requirements pyproject.toml python/boltzattn/_version.py
 	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# Later builds do without pip, which takes longer than most files do.
+$(VENV)/.built: $(VENV)/.installed setup.py $(SOURCES)
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	$(BIN)/python -c "import boltzattn._C, boltzattn.dispatch.extension as e; exit(e.cpu_unavailable())"
 	@touch $@
 
