@@ -536,7 +536,7 @@ def draw_rank(to: Path) -> None:
     panels = (
         ("random labels, % not learned", lambda row: 100 * (1 - row["accuracy"]), "labels"),
         ('equivariant function "wave", error', lambda row: row["error"], "wave"),
-        ("local average in the plane, error", lambda row: row["error"], "local"),
+        ("local average in the plane, error", lambda row: row["error"], "local, plane"),
     )
     figure, axes = plt.subplots(1, 4, figsize=(12, 3.4), layout="constrained")
     for score, colour, line, shift in (
