@@ -536,7 +536,7 @@ def draw_rank(to: Path) -> None:
     panels = (
         ("random labels, % not learned", lambda row: 100 * (1 - row["accuracy"]), "labels"),
         ('equivariant function "wave", error', lambda row: row["error"], "wave"),
-        ("local average in the plane, error", lambda row: row["error"], "local"),
+        ("local average in the plane, error", lambda row: row["error"], "local, plane"),
     )
     figure, axes = plt.subplots(1, 4, figsize=(12, 3.4), layout="constrained")
     for score, colour, line, shift in (
@@ -555,12 +555,14 @@ def draw_rank(to: Path) -> None:
             show_ranks(panel, found, title, colour, line, shift, score)
         found = {
             rank: [row["bits"] for row in text if row["model"] == f"rank-{rank}-{score}"]
-            for rank in (1, 2, 3)
+            for rank in (1, 2, 3, 4, 8)
         }
         show_ranks(axes[3], found, "text, bits per character", colour, line, shift, score)
     full = [row["bits"] for row in text if row["model"] == "full"]
     axes[3].axhline(np.mean(full), color=GREY, lw=1, ls=":")
-    axes[3].text(3.2, np.mean(full), "full rank (16)", color=GREY, fontsize=9, ha="right", va="top")
+    axes[3].text(1, np.mean(full), "full rank", color=GREY, fontsize=9, va="bottom")
+    axes[3].set_xscale("log", base=2)
+    axes[3].set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
     for panel in axes[:3]:
         panel.set_ylim(bottom=0)
     axes[0].legend()
@@ -578,6 +580,7 @@ def show_ranks(
     label: str,
 ) -> None:
     """The mean of every rank as a line, and a dot for every seed."""
+    found = {rank: numbers for rank, numbers in found.items() if numbers}
     for rank, numbers in found.items():
         axis.plot([rank + shift] * len(numbers), numbers, ".", color=colour, ms=4, alpha=0.6)
     axis.plot(list(found), [np.mean(n) for n in found.values()], line, color=colour, label=label)

@@ -160,6 +160,8 @@ def main() -> int:
     table = matrix(asked.python, asked.torch, cells)
     print(f"\n{asked.wheel.name}\n{table}")
     if asked.document:
+        commit = run("git", "-C", ROOT, "describe", "--always", "--dirty").strip()
+        table += f"\n\nInstalled: `{asked.wheel.name}`, built at commit {commit}."
         text = asked.document.read_text()
         place = re.compile(r"(<!-- matrix:begin -->\n).*(\n<!-- matrix:end -->)", re.DOTALL)
         asked.document.write_text(place.sub(rf"\1{table}\2", text))

@@ -398,10 +398,21 @@ FLIPS: list[tuple[str, str, Callable[[list[Row]], None], Callable[[list[Row]], N
         for task in ("labels", "wave")
         for score in ("dot", "gaussian")
     ),
-    ("scores", "local averages need Gaussian rank 2", _only("gaussian, rank 2"), _EQUAL),
-    ("scores", "rank 2 is better", _only("gaussian, rank 2"), _only("dot, rank 2")),
-    ("scores", "local averages need dot products of rank 3", _only("dot, rank 3"), _EQUAL),
-    ("scores", "dot products of rank 3 are as good", _EQUAL, _only("gaussian, rank 2")),
+    *(
+        ("scores", f"local averages need the rank of their space ({task}, {score}", good, bad)
+        for task, rank in (("local, plane", 2), ("local, space", 3))
+        for score in ("dot", "gaussian")
+        for good, bad in ((_only(f"{score}, rank {rank}"), _EQUAL),)
+    ),
+    *(
+        (
+            "scores",
+            f"Gaussian scores are better than dot products for local averages ({task}",
+            _only(f"gaussian, rank {rank}"),
+            _only(f"dot, rank {rank}"),
+        )
+        for task, rank in (("local, plane", 2), ("local, space", 3))
+    ),
     ("set-lengths", "rank 1 learns", _found(dot_rank_1=0.95), _found(dot_rank_1=0.5)),
     (
         "set-lengths",

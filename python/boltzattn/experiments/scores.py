@@ -3,11 +3,7 @@
 The paper proves that rank 1 suffices and asks what higher ranks are good for. All models here have
 one layer, one head, values of full width and the same number of parameters. Tasks: random labels;
 an equivariant function ("wave", of means and a maximum); and local averages: tokens are points of
-the plane with a value, and the target is the average value near the point.
-
-Local averages have an answer to compare with. The logits are `-|q - k|^2 / 2 s^2`: Gaussian scores
-of rank 2, or, since softmax ignores what is the same for all keys, dot products of (q, 1) and
-(k, -|k|^2 / 2), which have rank 3; the network before attention can compute the square.
+the plane or of space with a value, and the target is the average value near the point.
 """
 
 from __future__ import annotations
@@ -32,26 +28,32 @@ from boltzattn.experiments.tasks import Draw
 from boltzattn.theory.presentation import STYLES
 
 RANKS = (1, 2, 3)
-# Tokens of a set, and the distance within which they are averaged, of a side of the square.
+# Tokens of a set, and the distance within which they are averaged, of a side of the cube.
 N_LOCAL, BANDWIDTH = 16, 0.15
 MODELS = {f"{score}, rank {rank}": (score, rank) for score in ("dot", "gaussian") for rank in RANKS}
 
 
-def local_average(sets: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Points in the unit square with normal values; the target is a Gaussian average of the values.
+def local_average(dimensions: int) -> Draw:
+    """Points in a cube with normal values; the target is a Gaussian average of the values.
 
     Example:
-        >>> x, y = local_average(5, torch.Generator())
+        >>> x, y = local_average(2)(5, torch.Generator())
         >>> x.shape, y.shape
         (torch.Size([5, 16, 3]), torch.Size([5, 16, 1]))
     """
-    points = torch.rand(sets, N_LOCAL, 2, generator=generator)
-    values = torch.randn(sets, N_LOCAL, 1, generator=generator)
-    near = torch.softmax(-(torch.cdist(points, points) ** 2) / (2 * BANDWIDTH**2), -1)
-    return torch.cat([points, values], -1), near @ values
+
+    def draw_sets(sets: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        points = torch.rand(sets, N_LOCAL, dimensions, generator=generator)
+        values = torch.randn(sets, N_LOCAL, 1, generator=generator)
+        near = torch.softmax(-(torch.cdist(points, points) ** 2) / (2 * BANDWIDTH**2), -1)
+        return torch.cat([points, values], -1), near @ values
+
+    return draw_sets
 
 
-TASKS: dict[str, Draw | None] = {"labels": None, "wave": WAVE, "local": local_average}
+LOCAL = {"local, plane": 2, "local, space": 3}
+TASKS: dict[str, Draw | None] = {"labels": None, "wave": WAVE}
+TASKS |= {task: local_average(dimensions) for task, dimensions in LOCAL.items()}
 
 
 def measure(
@@ -78,20 +80,15 @@ def judge(rows: list[Row]) -> list[Finding]:
         for score in ("dot", "gaussian"):
             claim = f"rank 1 is as good as rank 3 ({task}, {score} scores)"
             findings.append(as_good(rows, claim, task, f"{score}, rank 1", f"{score}, rank 3"))
-    gaussian, dot = "gaussian, rank 2", "dot, rank 2"
-    return [
-        *findings,
-        better(rows, "local averages need Gaussian rank 2", "local", gaussian, "gaussian, rank 1"),
-        better(rows, "rank 2 is better if it is Gaussian (local)", "local", gaussian, dot),
-        better(rows, "local averages need dot products of rank 3", "local", "dot, rank 3", dot),
-        as_good(
-            rows,
-            "dot products of rank 3 are as good as Gaussian rank 2 (local)",
-            "local",
-            "dot, rank 3",
-            gaussian,
-        ),
-    ]
+    for task, needed in LOCAL.items():
+        for score in ("dot", "gaussian"):
+            claim = f"local averages need the rank of their space ({task}, {score} scores)"
+            full = f"{score}, rank {needed}"
+            findings.append(better(rows, claim, task, full, f"{score}, rank 1"))
+        dot, gaussian = f"dot, rank {needed}", f"gaussian, rank {needed}"
+        claim = f"Gaussian scores are better than dot products for local averages ({task})"
+        findings.append(better(rows, claim, task, gaussian, dot))
+    return findings
 
 
 def draw(rows: list[Row], figure: Any) -> None:
@@ -113,25 +110,16 @@ def draw(rows: list[Row], figure: Any) -> None:
     panels[0].legend()
 
 
-def _cases(count: int, steps: int, local_steps: int, seeds: int) -> list[dict[str, Any]]:
-    return [
-        case
-        for task in TASKS
-        for case in model_cases(
-            [(task, model) for model in MODELS],
-            parameters=2000,
-            count=count,
-            steps=local_steps if task == "local" else steps,
-            seeds=seeds,
-        )
-    ]
-
+_PAIRS = [(task, model) for task in TASKS for model in MODELS]
 
 EXPERIMENT = Experiment(
     name="scores",
     question="Which rank does one layer need, with dot products and with Gaussian scores?",
     refuted_if="every seed of rank 1 does worse than every seed of rank 3, at equal parameters",
-    cases={"tiny": _cases(8, 4, 4, 2), "quick": _cases(64, 300, 1000, 3)},
+    cases={
+        "tiny": model_cases(_PAIRS, parameters=2000, count=8, steps=4, seeds=2),
+        "quick": model_cases(_PAIRS, parameters=2000, count=64, steps=300, seeds=3),
+    },
     measure=measure,
     judge=judge,
     table=model_table,
