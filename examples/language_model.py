@@ -66,7 +66,7 @@ def _designs() -> dict[str, Design]:
     }
     for name, alibi in (("", True), ("-no-alibi", False)):  # for docs/quality.md
         designs[f"full{name}"] = Design(rank=None, alibi=alibi)
-        for rank in (1, 2, 4, 8):
+        for rank in (1, 2, 3, 4, 8):
             for score in ("dot", "gaussian"):
                 designs[f"rank-{rank}-{score}{name}"] = Design(rank, score=score, alibi=alibi)
     return designs

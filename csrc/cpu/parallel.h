@@ -6,8 +6,8 @@
 
 namespace boltzattn {
 
-// Calls body(context, task) for every task below `tasks`; implemented in threads.cpp. If a task throws,
-// the others stop at their next pause, and the exception is thrown again.
+// Calls body(context, task) for every task below `tasks`; implemented in threads.cpp. If a task
+// throws, the others stop at their next pause, and the exception is thrown again.
 void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* context);
 
 int64_t thread_count();

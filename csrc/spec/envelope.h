@@ -28,6 +28,11 @@ BOLTZATTN_HD EnvelopePrecision envelope_precision(DType dtype) {
          : dtype == DType::kFloat32 ? EnvelopePrecision{12, 1e-8}
                                     : EnvelopePrecision{8, 1e-6};
 }
+// Keys whose logits stay this far below the largest one are left out; together they weigh less than
+// the error.
+BOLTZATTN_HD double envelope_depth(EnvelopePrecision precision, int64_t keys) {
+  return ::log(double(keys) + 1) - ::log(precision.error);
+}
 
 // Interpolation multiplies rounding errors by the largest weight on a panel over the smallest;
 // panels on which the logarithm of that exceeds this are not made.

@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     more = value.shape[-1] - query.shape[-1]
-    wide = (F.pad(x, (0, more)) for x in (query, key))
-    return F.scaled_dot_product_attention(*wide, value, **options)
+    query, key = (F.pad(x, (0, more)) for x in (query, key))
+    return F.scaled_dot_product_attention(query, key, value, **options)
 
 
 def _milliseconds(attend: Attend, tensors: list[Tensor], grad: Tensor) -> dict[str, float]:
@@ -57,16 +58,16 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             torch.randn(1, asked.heads, n, width, generator=generator).to(asked.device, dtype)
             for width in (asked.rank, asked.rank, asked.dv, asked.dv)
         )
-        options = {"is_causal": causal, "scale": asked.rank**-0.5}
+        options: dict[str, Any] = {"is_causal": causal, "scale": asked.rank**-0.5}
         peers: list[Attend] = []
         if asked.dv > asked.rank:
-            peers.append(lambda *x, options=options: _padded(*x, **options))
+            peers.append(partial(_padded, **options))
         if not peers or asked.heads * n * n * value.element_size() <= MOST_WEIGHTS:
-            peers.append(lambda *x, options=options: F.scaled_dot_product_attention(*x, **options))
+            peers.append(partial(F.scaled_dot_product_attention, **options))
         tensors = [query, key, value]
         found = [_milliseconds(attend, tensors, grad) for attend in peers]
         sdpa = {name: min(times[name] for times in found) for name in ("forward", "both")}
-        ours = _milliseconds(lambda *x: boltzattn.attention(*x, is_causal=causal), tensors, grad)
+        ours = _milliseconds(partial(boltzattn.attention, is_causal=causal), tensors, grad)
         taken = boltzattn.explain(query, key, value, is_causal=causal).partition("\n")[0]
         yield {"tokens": n, "sdpa": sdpa, "boltzattn": ours, "taken": taken}
 

@@ -100,8 +100,8 @@ def product_case(n: int, d: int) -> Case:
 def layer_case(n: int, d: int) -> Case:
     """A layer of one head that projects at the nodes."""
     shapes = (n, d), (1, d), (1, d), (d, d), (d, d)
-    tensors = (torch.randn(shape) / d**0.5 for shape in shapes)
-    problem = SelfAttentionProblem(*tensors, None, None, None, 1, 1.0, False)
+    x, w_q, w_k, w_v, w_o = (torch.randn(shape) / d**0.5 for shape in shapes)
+    problem = SelfAttentionProblem(x, w_q, w_k, w_v, w_o, None, None, None, 1, 1.0, False)
     request = LayerRequest.of(problem, training=False)
 
     def model(cost: Costs) -> float:

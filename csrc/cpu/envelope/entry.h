@@ -18,19 +18,20 @@ static bool make_layout(Lookup<T>& head) {
   const Attention& call = head.call;
   if (call.is_gaussian && !(call.scale > 0)) return false;
   if (call.n_q == 0 || call.n_k == 0) return true;
+  const EnvelopePrecision precision = envelope_precision(call.value.dtype);
   Sites sites[2];
   const bool apart = call.heads < thread_count();
   const auto find = [&](int64_t axis) {
     using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
     axis == 0 ? find_query_sites<Bits>(call, head.h, head.query_coordinate, sites[0])
-              : find_key_sites<Bits>(call, head.h, head.key_coordinate, sites[1]);
+              : find_key_sites<Bits>(call, head.h, head.key_coordinate,
+                                     envelope_depth(precision, call.n_k), sites[1]);
   };
   apart ? parallel(2, find) : serial(2, find);
   const Sites &queries = sites[0], &keys = sites[1];
   if (!queries.regular || !keys.regular) return false;
   if (keys.count == 0) return true;
-  EnvelopeMaker maker(queries, keys, call.is_gaussian ? 1 : 0, envelope_precision(call.value.dtype),
-                      head.layout);
+  EnvelopeMaker maker(queries, keys, call.is_gaussian ? 1 : 0, precision, head.layout);
   double nearest = 0;
   const auto compare = [&](int64_t task) {
     if (task == 0)
@@ -41,7 +42,7 @@ static bool make_layout(Lookup<T>& head) {
   apart ? parallel(2, compare) : serial(2, compare);
   // The size of the logits of keys that matter, which their rounding errors follow.
   const double first = queries[0], last = queries[queries.count - 1];
-  const double low = keys[0], high = keys[keys.count - 1];
+  const double low = keys.low, high = keys.high;
   const double t_most = larger_of(::fabs(first), ::fabs(last));
   if (call.is_gaussian) {
     // A logit moves by the rounding of a position times the distance, too.

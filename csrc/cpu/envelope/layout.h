@@ -77,7 +77,7 @@ class EnvelopeMaker {
         error_(precision.nodes),
         layout_(layout) {
     const double log_n = ::log(double(keys.count) + 1);
-    depth_ = log_n - log_error_;
+    depth_ = envelope_depth(precision, keys.count);
     slack_ = least_of(1, 0.5 * error_.reach(log_error_));
     window_ = least_of(log_n, 6) - log_error_ + slack_;
     largest_rise_ = gauge != 0 ? kLargestRise + keys.most_bias : INFINITY;

@@ -76,10 +76,11 @@ struct Coordinate {
 struct Sites {
   int64_t count = 0;
   Buffer<double> at;
-  Buffer<double> bias;    // of keys
-  Buffer<int32_t> token;  // of keys: the one with the largest bias
-  bool regular = true;    // false if a number is infinite or NaN, or a bias is NaN or +inf
-  double most_bias = 0;   // the largest |bias|
+  Buffer<double> bias;                      // of keys
+  Buffer<int32_t> token;                    // of keys: the one with the largest bias
+  double low = INFINITY, high = -INFINITY;  // of all numbers, also those that are left out
+  bool regular = true;   // false if a number is infinite or NaN, or a bias is NaN or +inf
+  double most_bias = 0;  // the largest |bias|
 
   double operator[](int64_t i) const { return at.data[i]; }
 };
@@ -116,10 +117,50 @@ static void find_query_sites(const Attention& call, int64_t h, const Coordinate&
   }
 }
 
-// Keys that the mask hides are left out.
+// Which keys stay far below the envelope of the logits, for any query. In the order of their
+// places, a key lies between two others, so at every t one of these has a logit that is at least
+// what the line between the two says at the key. Slots stand for the places.
+class Hidden {
+ public:
+  Hidden(double low, double high, double gauge)
+      : low_(low), inverse_(high > low ? kSlots / (high - low) : 0), gauge_(gauge) {
+    for (double& one : level_) one = -INFINITY;
+    if (!(inverse_ < INFINITY)) inverse_ = 0;
+  }
+  void add(double s, double bias) {
+    double& top = level_[slot(s)];
+    top = larger_of(top, height(s, bias));
+  }
+  // Turns the largest heights of slots into what a key of the slot has to reach.
+  void finish(double depth) {
+    double before[kSlots], after = -INFINITY;
+    before[0] = -INFINITY;
+    for (int i = 1; i < kSlots; ++i) before[i] = larger_of(before[i - 1], level_[i - 1]);
+    for (int i = kSlots - 1; i >= 0; --i) {
+      const double own = level_[i];
+      level_[i] = (before[i] < after ? before[i] : after) - depth;
+      after = larger_of(after, own);
+    }
+  }
+  bool operator()(double s, double bias) const { return height(s, bias) < level_[slot(s)]; }
+
+ private:
+  static constexpr int kSlots = 256;
+  double level_[kSlots];
+  double low_, inverse_, gauge_;
+
+  // Gaussian logits are t s - s^2 / 2, but for what depends on t alone.
+  double height(double s, double bias) const { return bias - 0.5 * gauge_ * s * s; }
+  int slot(double s) const {
+    const int i = int((s - low_) * inverse_);
+    return i < kSlots ? i : kSlots - 1;
+  }
+};
+
+// Keys that the mask hides are left out, and so are those that stay `depth` below the envelope.
 template <class Bits>
 static void find_key_sites(const Attention& call, int64_t h, const Coordinate& coordinate,
-                           Sites& sites) {
+                           double depth, Sites& sites) {
   const int64_t n = call.n_k;
   Buffer<KeyNumber<Bits>> numbers(n), other(n);
   Buffer<double> bias(n);
@@ -131,20 +172,36 @@ static void find_key_sites(const Attention& call, int64_t h, const Coordinate& c
   double odd = 0;
   for_numbers(call.key, h, n, [&](int64_t j, double x) {
     if (skip.data[j]) return;
-    odd += coordinate.of(x) * 0 + bias.data[j] * 0;
+    const double s = coordinate.of(x);
+    odd += s * 0 + bias.data[j] * 0;
+    if (s < sites.low) sites.low = s;
+    if (s > sites.high) sites.high = s;
+    sites.most_bias = larger_of(sites.most_bias, ::fabs(bias.data[j]));
     numbers.data[count++] = {sortable<Bits>(x), int32_t(j)};
   });
   sites.regular = odd == 0;
   if (!sites.regular) return;
+  const auto place = [&](const KeyNumber<Bits>& one) { return coordinate.of(number_of(one.bits)); };
+  if (call.is_biased() && sites.most_bias > 0.5 * depth) {
+    Hidden hidden(sites.low, sites.high, call.is_gaussian ? 1 : 0);
+    const KeyNumber<Bits>* const all = numbers.data;
+    for (int64_t i = 0; i < count; ++i) hidden.add(place(all[i]), bias.data[all[i].token]);
+    hidden.finish(depth);
+    int64_t left = 0;
+    for (int64_t i = 0; i < count; ++i)
+      if (!hidden(place(all[i]), bias.data[all[i].token])) numbers.data[left++] = all[i];
+    count = left;
+  }
   const KeyNumber<Bits>* sorted = radix_sort(numbers.data, other.data, count);
   sites.at.resize(count);
   sites.bias.resize(count);
   sites.token.resize(count);
-  const auto at = [&](int64_t i) { return coordinate.of(number_of(sorted[i].bits)); };
+  constexpr int64_t kAhead = 32;  // biases lie in another order
   for (int64_t i = 0, end; i < count; i = end) {
-    const double x = at(i);
+    __builtin_prefetch(bias.data + sorted[least(count - 1, i + kAhead)].token);
+    const double x = place(sorted[i]);
     int32_t top = sorted[i].token;
-    for (end = i + 1; end < count && at(end) == x; ++end)
+    for (end = i + 1; end < count && place(sorted[end]) == x; ++end)
       if (bias.data[sorted[end].token] > bias.data[top]) top = sorted[end].token;
     double sum = 1;
     if (end - i > 1) {
@@ -154,6 +211,5 @@ static void find_key_sites(const Attention& call, int64_t h, const Coordinate& c
     sites.at.data[sites.count] = x;
     sites.bias.data[sites.count] = bias.data[top] + (sum == 1 ? 0 : ::log(sum));
     sites.token.data[sites.count++] = top;
-    sites.most_bias = larger_of(sites.most_bias, ::fabs(bias.data[top]));
   }
 }

@@ -70,7 +70,7 @@ Tensor varlen_forward(BOLTZATTN_PROBLEM_PARAMETERS, Tensor query_starts, Tensor 
   Described one(Takes::kVarlen, BOLTZATTN_PROBLEM_ARGUMENTS);
   const auto sequences = sequences_of(one, query_starts, key_starts, by_transform);
   Tensor lse = one.view.result({one.call.n_q}, ScalarType::Double);
-  one.set_results(out, lse);
+  one.set_results(in_huge_pages(out), lse);
   kernels().varlen_forward(one.call, sequences.data(), int64_t(sequences.size()));
   return lse;
 }
@@ -81,7 +81,8 @@ void varlen_backward(BOLTZATTN_SAVED_PARAMETERS, BOLTZATTN_PROBLEM_PARAMETERS, T
   Described one(Takes::kVarlen, BOLTZATTN_PROBLEM_ARGUMENTS);
   const auto sequences = sequences_of(one, query_starts, key_starts, by_transform);
   one.set_results(out, lse);
-  describe_gradients(one.view, grad_out, grad_lse, grad_query, grad_key, grad_value, one.g);
+  describe_gradients(one.view, grad_out, grad_lse, grad_query, grad_key, in_huge_pages(grad_value),
+                     one.g);
   describe_bias_gradients(one.view, Problem{BOLTZATTN_PROBLEM_ARGUMENTS}, grad_key_mask,
                           grad_slopes, one.g);
   kernels().varlen_backward(one.g, sequences.data(), int64_t(sequences.size()));

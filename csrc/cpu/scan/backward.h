@@ -23,18 +23,18 @@ struct ScanBackwardWork {
   T *weight, *sloped;             // [kScanChunk][kScanChunk]
   T *values, *grads, *outs, *dv;  // [kScanChunk][width]
   T* transposed;                  // [width][kScanChunk]: values
-  T* node_sloped;                 // [features][kScanChunk]
+  T* measured;                    // the same, from a centre
+  T* node_sloped;                 // [nodes of a panel][kScanChunk]
   Centres<T> centres;
   Features<T> features;
   ScanTable<T> table, slopes;
 
   ScanBackwardWork(const ScanLayout& layout, int64_t begin, int64_t columns, int64_t width)
-      : scratch(
-            int64_t(sizeof(ScanChunk)) + 4 * (layout.panels() + 1) +
-                kScanChunk * int64_t(sizeof(T)) * (2 * kScanChunk + 5 * width + layout.features()) +
-                Centres<T>::bytes(width) + Features<T>::bytes(layout) +
-                2 * ScanTable<T>::bytes(layout.features(), width),
-            10 + Centres<T>::kPieces + Features<T>::kPieces + 2 * ScanTable<T>::kPieces),
+      : scratch(int64_t(sizeof(ScanChunk)) + 4 * (layout.panels() + 1) +
+                    kScanChunk * int64_t(sizeof(T)) * (2 * kScanChunk + 6 * width + layout.nodes) +
+                    Centres<T>::bytes(width) + Features<T>::bytes(layout) +
+                    2 * ScanTable<T>::bytes(layout.features(), width),
+                11 + Centres<T>::kPieces + Features<T>::kPieces + 2 * ScanTable<T>::kPieces),
         chunk(*scratch.take<ScanChunk>(1)),
         start(scratch.take<int32_t>(layout.panels() + 1)),
         weight(scratch.take<T>(kScanChunk * kScanChunk)),
@@ -44,7 +44,8 @@ struct ScanBackwardWork {
         outs(scratch.take<T>(kScanChunk * width)),
         dv(scratch.take<T>(kScanChunk * width)),
         transposed(scratch.take<T>(width * kScanChunk)),
-        node_sloped(scratch.take<T>(layout.features() * kScanChunk)),
+        measured(scratch.take<T>(width * kScanChunk)),
+        node_sloped(scratch.take<T>(layout.nodes * kScanChunk)),
         centres(begin, columns, width, scratch),
         features(layout, scratch),
         table(layout.features(), width, scratch),
@@ -76,11 +77,13 @@ struct ScanBackward {
     return of.data + segment * features * width;
   }
 
-  ChunkRows<T> rows_of(const Matrix& m, const ScanChunk& chunk, T* block) const {
-    return {m, h, chunk.first, chunk.rows, nullptr, begin, columns, block};
+  // `ahead`: kScanChunk, or its negative in passes from the end to the start.
+  ChunkRows<T> rows_of(const Matrix& m, const ScanChunk& chunk, T* block, int64_t ahead) const {
+    return {m, h, chunk.first, chunk.rows, nullptr, begin, columns, block, ahead};
   }
-  ChunkRows<T> values_of(const ScanChunk& chunk, T* block) const {
-    return {call.value, h, chunk.first, chunk.keys, chunk.key_tokens(call), begin, columns, block};
+  ChunkRows<T> values_of(const ScanChunk& chunk, T* block, int64_t ahead) const {
+    return {call.value, h,       chunk.first, chunk.keys, chunk.key_tokens(call),
+            begin,      columns, block,       ahead};
   }
   double grad_lse(int64_t i) const {
     double x = 0;
@@ -165,8 +168,8 @@ struct ScanBackward {
     head.for_chunks(s, [&](int64_t c) {
       chunk.read(head, c);
       chunk.sort(layout, work.start);
-      const ChunkRows<T> grads = rows_of(g.grad_out, chunk, work.grads);
-      const ChunkRows<T> outs = rows_of(call.out, chunk, work.outs);
+      const ChunkRows<T> grads = rows_of(g.grad_out, chunk, work.grads, kScanChunk);
+      const ChunkRows<T> outs = rows_of(call.out, chunk, work.outs, kScanChunk);
       double delta[kScanChunk];
       find_delta(work, grads, outs, delta);
       if (begin == 0) weigh_pairs(chunk, head.unit, work.weight, row_z.data + chunk.first);
@@ -210,7 +213,7 @@ struct ScanBackward {
   void add_chunk(ScanBackwardWork<T>& work, int64_t c, bool with_slopes) {
     const ScanChunk& chunk = work.chunk;
     if (chunk.keys == 0) return;
-    const ChunkRows<T> values = values_of(chunk, work.values);
+    const ChunkRows<T> values = values_of(chunk, work.values, kScanChunk);
     const T* shift = follow(work.centres, chunk.after) ? work.centres.shift : nullptr;
     work.features.compute(head, chunk, c);
     if (with_slopes) add_slopes(work, values, shift);
@@ -312,8 +315,8 @@ struct ScanBackward {
     head.for_chunks(s, [&](int64_t c) {
       chunk.read(head, c);
       chunk.sort(layout, work.start);
-      const ChunkRows<T> grads = rows_of(g.grad_out, chunk, work.grads);
-      const ChunkRows<T> outs = rows_of(call.out, chunk, work.outs);
+      const ChunkRows<T> grads = rows_of(g.grad_out, chunk, work.grads, kScanChunk);
+      const ChunkRows<T> outs = rows_of(call.out, chunk, work.outs, kScanChunk);
       double delta[kScanChunk];
       find_delta(work, grads, outs, delta);
       read_rows(work, ends, grads, delta);
@@ -395,7 +398,8 @@ struct ScanBackward {
       chunk.read(head, c);
       chunk.sort(layout, work.start);
       move_rows(work, head.before.data[c + 1], chunk.before);
-      add_rows(work, rows_of(g.grad_out, chunk, work.grads), rows_of(call.out, chunk, work.outs));
+      add_rows(work, rows_of(g.grad_out, chunk, work.grads, -kScanChunk),
+               rows_of(call.out, chunk, work.outs, -kScanChunk));
     });
     work.table.save(sums_of(sums, s), z.data + s * features);
   }
@@ -432,16 +436,20 @@ struct ScanBackward {
     head.for_chunks_backwards(s, [&](int64_t c) {
       chunk.read(head, c);
       chunk.sort(layout, work.start);
-      const ChunkRows<T> values = values_of(chunk, work.values);
-      const ChunkRows<T> grads = rows_of(g.grad_out, chunk, work.grads);
-      const ChunkRows<T> outs = rows_of(call.out, chunk, work.outs);
+      const ChunkRows<T> values = values_of(chunk, work.values, -kScanChunk);
+      const ChunkRows<T> grads = rows_of(g.grad_out, chunk, work.grads, -kScanChunk);
+      const ChunkRows<T> outs = rows_of(call.out, chunk, work.outs, -kScanChunk);
       double of_keys[kScanChunk] = {};
       set_zero(work.dv, chunk.keys * width);
+      const int64_t padded_keys = round_up(chunk.keys, kLanes<T>);
+      for (int64_t c = 0; c < width; ++c)
+        for (int64_t j = 0; j < padded_keys; ++j)
+          work.transposed[c * kScanChunk + j] = j < chunk.keys ? values[j][c] : T(0);
       if (chunk.keys > 0) {
         work.features.compute(head, chunk, c);
-        read_keys(work, values, of_keys);
+        read_keys(work, of_keys);
       }
-      add_pairs(work, values, grads, outs, of_keys);
+      add_pairs(work, grads, outs, of_keys);
       write_keys(work, of_keys, s);
       move_rows(work, chunk.after, chunk.before);
       add_rows(work, grads, outs);
@@ -467,7 +475,7 @@ struct ScanBackward {
   }
 
   // Adds what the keys of a chunk have from the rows of later chunks.
-  void read_keys(ScanBackwardWork<T>& work, const ChunkRows<T>& values, double* of_keys) {
+  void read_keys(ScanBackwardWork<T>& work, double* of_keys) {
     constexpr int L = kLanes<T>;
     const ScanChunk& chunk = work.chunk;
     const Features<T>& at = work.features;
@@ -480,38 +488,48 @@ struct ScanBackward {
         [=](int v, int i, auto& line)
             BOLTZATTN_INLINED { load(table.node(at.node[i]) + v * L, line); },
         [=](int v, int j, auto& sum) BOLTZATTN_INLINED { store(dv + j * row + v * L, sum); });
-    for (int i = 0; i < at.count; ++i) {
-      const double t = head.node.data[at.node[i]] * kLn2;
-      for (int64_t j = 0; j < chunk.keys; j += L)
-        store(work.node_sloped + i * kScanChunk + j, load(at.weight + i * kScanChunk + j) * T(t));
+    for (int first = 0; first < at.count; first += layout.nodes)
+      add_slopes_of_keys(work, first, of_keys);
+  }
+
+  // ds_j += sum_a t_a e_aj (G_a . (v_j - centre) - G_a^delta) over the nodes of a panel
+  void add_slopes_of_keys(ScanBackwardWork<T>& work, int first, double* of_keys) {
+    constexpr int L = kLanes<T>;
+    const Features<T>& at = work.features;
+    const int64_t keys = round_up(work.chunk.keys, L), node = at.node[first];
+    const End end = end_of(layout, int(node / layout.nodes));
+    if (first == at.first[int(end)]) {
+      const T* centre = work.centres.of(end);
+      for (int64_t c = 0; c < width; ++c)
+        for (int64_t j = 0; j < keys; j += L) {
+          const int64_t to = c * kScanChunk + j;
+          store(work.measured + to, load(work.transposed + to) - centre[c]);
+        }
     }
-    for (const End end : {End::kMiddle, End::kHigh, End::kLow}) {
-      const int first = at.first[int(end)], last = at.first[int(end) + 1];
-      const T* from = work.centres.of(end);
-      const T* sloped = work.node_sloped + first * kScanChunk;
-      product<T>(
-          int(chunk.keys), int(width / L), last - first, Strided<T>{sloped, 1, kScanChunk},
-          [=](int v, int i, auto& line)
-              BOLTZATTN_INLINED { load(table.node(at.node[first + i]) + v * L, line); },
-          [=](int v, int j, auto& sum) BOLTZATTN_INLINED {
-            Vec<T> product{};
-            int u = v * L;
-            for (auto& x : sum) product += x * (load(values[j] + u) - load(from + u)), u += L;
-            of_keys[j] += double(reduce_sum<T>(product));
-          });
-      for (int64_t j = 0; j < chunk.keys; j += L) {
-        Vec<T> sum{};
-        for (int i = first; i < last; ++i)
-          sum += load(work.node_sloped + i * kScanChunk + j) * T(table.z[at.node[i]]);
-        for (int u = 0; u < L; ++u)
-          if (j + u < chunk.keys) of_keys[j + u] -= double(sum[u]);
-      }
-    }
+    const T *measured = work.measured, *weight = at.weight + first * kScanChunk;
+    const double *z = work.table.z + node, *t = head.node.data + node;
+    T sums[kScanChunk] = {};
+    T* const to = sums;
+    product<T>(
+        layout.nodes, int(keys / L), int(width), Strided<T>{work.table.node(node), width, 1},
+        [=](int v, int c, auto& line)
+            BOLTZATTN_INLINED { load(measured + c * kScanChunk + v * L, line); },
+        [=](int v, int a, auto& sum) BOLTZATTN_INLINED {
+          const T factor = T(t[a] * kLn2), delta = T(z[a]);
+          int64_t j = v * L;
+          for (auto& x : sum) {
+            const Vec<T> w = load(weight + a * kScanChunk + j) * factor;
+            store(to + j, load(to + j) + w * (x - delta));
+            j += L;
+          }
+        });
+    for (int64_t j = 0; j < keys; j += kLanes<double>)
+      store(of_keys + j, load(of_keys + j) + widened(sums + j));
   }
 
   // The pairs within a chunk.
-  void add_pairs(ScanBackwardWork<T>& work, const ChunkRows<T>& values, const ChunkRows<T>& grads,
-                 const ChunkRows<T>& outs, double* of_keys) {
+  void add_pairs(ScanBackwardWork<T>& work, const ChunkRows<T>& grads, const ChunkRows<T>& outs,
+                 double* of_keys) {
     constexpr int L = kLanes<T>;
     const ScanChunk& chunk = work.chunk;
     double z_of_pairs[kScanChunk], delta[kScanChunk];
@@ -519,8 +537,6 @@ struct ScanBackward {
     // Any delta will do, because it is corrected; this one is of the size of g . v_j.
     for (int64_t i = 0; i < chunk.rows; ++i)
       delta[i] = dot(grads[i], outs[i]) - grad_lse(chunk.first + i);
-    for (int64_t c = 0; c < width; ++c)
-      for (int64_t j = 0; j < chunk.keys; ++j) work.transposed[c * kScanChunk + j] = values[j][c];
     const int64_t keys = round_up(chunk.keys, L);
     for (int64_t i = 0; i < chunk.rows; i += kTileRows) {
       const int64_t rows = least(kTileRows, chunk.rows - i);
@@ -544,7 +560,7 @@ struct ScanBackward {
         of_pairs += x * load(weight + j);
       }
       sum = (sum + double(reduce_sum<T>(of_pairs))) * inverse;
-      double of_row = row_slope.data[row] * inverse;
+      const double of_row = row_slope.data[row] * inverse;
       const double t = chunk.t[i], gl = seen_any ? grad_lse(row) : 0,
                    origin = origin_of_row(chunk, i);
       sum -= gl;
@@ -553,11 +569,13 @@ struct ScanBackward {
         store(weight + j, w);
         store(sloped + j, w * (load(sloped + j) - T(sum)));
       }
-      for (int64_t j = 0; j < seen; ++j) {
-        of_row += double(sloped[j]) * (chunk.key[j] - origin);
-        of_keys[j] += double(sloped[j]) * t;
+      Vec<double> of_seen{};
+      for (int64_t j = 0; j < seen; j += kLanes<double>) {  // 0 for keys that are not seen
+        const Vec<double> x = widened(sloped + j);
+        of_seen += x * (load(chunk.key + j) - origin);
+        store(of_keys + j, load(of_keys + j) + x * t);
       }
-      dt.data[row] += of_row + gl * origin;
+      dt.data[row] += of_row + reduce_sum<double>(of_seen) + gl * origin;
     }
     // dv += weight^T g: row i counts for the keys that it sees
     for (int64_t j = 0; j < chunk.keys; j += kTileRows) {

@@ -23,7 +23,7 @@ struct ShardSums : ScanBackward<T> {
     head.for_chunks(s, [&](int64_t c) {
       chunk.read(head, c);
       this->add_chunk(work, c, with_slopes);
-      const ChunkRows<T> values = this->values_of(chunk, work.values);
+      const ChunkRows<T> values = this->values_of(chunk, work.values, kScanChunk);
       Vec<T> most{};
       for (int64_t j = 0; j < chunk.keys; ++j)
         for (int64_t c = 0; c < width; c += kLanes<T>) {

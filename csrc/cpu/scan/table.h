@@ -65,11 +65,18 @@ struct ChunkRows {
   const T* operator[](int64_t i) const { return data + i * row; }
 
   // Columns begin .. begin + columns of `count` rows from `first` on, in whole vectors; of the rows
-  // first + token[i] if `token` is given.
+  // first + token[i] if `token` is given. The chunk that comes next begins `ahead` rows further.
   ChunkRows(const Matrix& m, int64_t h, int64_t first, int64_t count, const int32_t* token,
-            int64_t begin, int64_t columns, T* block) {
+            int64_t begin, int64_t columns, T* block, int64_t ahead = kScanChunk) {
     const bool whole = !token && in_vectors<T>(m, columns);
     const T* from = static_cast<const T*>(m.data) + m.head[h] + first * m.row + begin;
+    if (whole) {
+      // A prefetch outside the tensor does nothing.
+      const T* next = from + ahead * m.row;
+      for (int64_t j = 0; j < count; ++j, next += m.row)
+        for (int64_t c = 0; c < columns; c += kCacheLine / int64_t(sizeof(T)))
+          __builtin_prefetch(next + c, 0, 2);
+    }
     if (whole && m.row <= 2 * columns) {
       data = from;
       row = m.row;
@@ -78,12 +85,8 @@ struct ChunkRows {
     row = round_up(columns, kLanes<T>);
     data = block;
     if (whole) {
-      for (int64_t j = 0; j < count; ++j, block += row, from += m.row) {
-        // The chunk after this one; a prefetch past the end of the tensor does nothing.
-        for (int64_t c = 0; c < columns; c += kCacheLine / int64_t(sizeof(T)))
-          __builtin_prefetch(from + count * m.row + c, 0, 2);
+      for (int64_t j = 0; j < count; ++j, block += row, from += m.row)
         for (int64_t c = 0; c < columns; c += kLanes<T>) store(block + c, load(from + c));
-      }
       return;
     }
     for (int64_t j = 0; j < count; ++j, block += row) {

@@ -249,12 +249,6 @@ _TINY = [
     ("position", 1, 2, (8, 16), True, False),
     ("position", 1, 2, (4, 8), True, True),
 ]
-_FULL = [
-    *_QUICK,
-    ("wave", 1, 4, (2, 4, 8), True, False),
-    ("wave", 2, 3, (2, 4), True, False),
-    ("smoothing", 1, 3, (4, 8, 16), True, False),
-]
 
 
 def _with_ramps(cases: list[dict[str, Any]], widths: tuple[float, ...]) -> list[dict[str, Any]]:
@@ -270,7 +264,6 @@ EXPERIMENT = Experiment(
     cases={
         "tiny": _with_ramps(_cases(_TINY, 4000), (1e-1,)),
         "quick": _with_ramps(_cases(_QUICK, 10_000), (1e-1, 1e-2, 1e-4)),
-        "full": _with_ramps(_cases(_FULL, 100_000), (1e-1, 1e-2, 1e-3, 1e-4, 1e-8)),
     },
     measure=measure,
     judge=judge,

@@ -305,13 +305,6 @@ EXPERIMENT = Experiment(
         "quick": _cases(
             (0.0, 0.1, 0.3, 0.5, 1.0), (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-10), 32, 3, 600
         ),
-        "full": _cases(
-            (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0),
-            tuple(10.0**-k for k in range(13)),
-            128,
-            10,
-            5000,
-        ),
     },
     measure=measure,
     judge=judge,

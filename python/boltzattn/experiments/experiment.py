@@ -23,7 +23,7 @@ from boltzattn.theory.presentation import Table
 Row = dict[str, Any]
 
 # "tiny" is for tests and takes seconds for all experiments together.
-SIZES = ("tiny", "quick", "full")
+SIZES = ("tiny", "quick")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def run(
 
     Args:
         experiment: one of `boltzattn.experiments.EXPERIMENTS`.
-        size: "tiny", "quick" or "full".
+        size: "tiny" or "quick".
         seed: seed of all random numbers.
         show: whether to show a progress bar on stderr.
         save: a JSON file, written after every case, so that an error does not lose earlier rows.

@@ -240,7 +240,6 @@ EXPERIMENT = Experiment(
     cases={
         "tiny": _cases(2, 20, 64, 20),
         "quick": _cases(3, 800, 64, 500),
-        "full": _cases(10, 5000, 512, 20_000),
     },
     measure=measure,
     judge=judge,

@@ -293,16 +293,6 @@ EXPERIMENT = Experiment(
             [[64 * _K, 20], [256 * _K, 8], [_M, 5]],
             [4 * _K, 8 * _K],
         ),
-        "full": _cases(
-            {
-                "rank 1": [(_K << (2 * i), 250) for i in range(6)],
-                "full": [(_K << (2 * i), 250) for i in range(3)],
-                "sample": [(_K << (2 * i), 250) for i in range(6)],
-                "mean": [(_K << (2 * i), 250) for i in range(6)],
-            },
-            [],
-            [32 * _K],
-        ),
     },
     measure=measure,
     judge=judge,

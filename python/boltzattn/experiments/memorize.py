@@ -228,9 +228,6 @@ EXPERIMENT = Experiment(
     cases={
         "tiny": _cases(_SMALL[:3], 1),
         "quick": _cases([*_SMALL, (8, 30, 300, 16), (8, 40, 600, 16)], 3),
-        "full": _cases(
-            [*_SMALL, (8, 30, 300, 16), (8, 40, 600, 16), (16, 60, 1000, 16), (16, 60, 4000, 16)], 5
-        ),
     },
     measure=_measure_draw,
     judge=judge,

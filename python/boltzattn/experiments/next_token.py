@@ -247,17 +247,6 @@ EXPERIMENT = Experiment(
             32,
             1000,
         ),
-        "full": _cases(
-            {
-                "distributions": _SIZES,
-                "linear": [*_SIZES, 30_000],
-                "packed": [*_SIZES, 30_000, 60_000],
-                "looped": [*_SIZES, 30_000],
-            },
-            [round(share * 8 * 252 * (V - 1)) for share in (0.25, 0.5, 1.0, 2.0, 4.0)],
-            256,
-            10_000,
-        ),
     },
     measure=measure,
     judge=judge,

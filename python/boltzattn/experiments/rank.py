@@ -9,28 +9,27 @@ the vector of the construction or a random one, and only the network after it is
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from boltzattn.experiments.comparison import draw_bars, model_cases
-from boltzattn.experiments.experiment import (
-    Experiment,
-    Finding,
-    Row,
-    all_below,
-    mean_and_range,
-    select,
-    values,
+from boltzattn.experiments.comparison import (
+    as_good,
+    draw_bars,
+    found,
+    model_cases,
+    model_table,
 )
+from boltzattn.experiments.experiment import Experiment, Finding, Row, mean_and_range
 from boltzattn.experiments.tasks import Draw, learn_function, learn_labels
 from boltzattn.experiments.training import count_parameters, model_seeds
 from boltzattn.nn import FeedForward, OneLayerTransformer
 from boltzattn.theory import construct_attention
 from boltzattn.theory.memorization import random_task
-from boltzattn.theory.presentation import BLUE, GREEN, ORANGE, Table
+from boltzattn.theory.presentation import BLUE, GREEN, ORANGE
 
 D, N_TOKENS, VOCABULARY = 8, 6, 24  # D is also the number of classes: the output is the logits
 # name: number of heads, rank of the scores and width of the values of a head
@@ -150,78 +149,45 @@ def measure(
 
 
 def judge(rows: list[Row]) -> list[Finding]:
-    full, one = f"scores {D}, values {D}", f"scores 1, values {D}"
+    full, one, heads = f"scores {D}, values {D}", f"scores 1, values {D}", f"{D} heads of 1"
+    alone, trained = "constructed vector", "scores 1, values 1"
     hard, easy = f"imitate rank {D}", "imitate rank 1"
-
-    def found(task: str, model: str) -> list[float]:
-        name = "accuracy" if task == "labels" else "error"
-        return [row[name] for row in select(rows, task=task, model=model)]
-
-    def against(task: str, first: str, second: str) -> str:
-        return f"{mean_and_range(found(task, first))} against {mean_and_range(found(task, second))}"
-
-    heads = f"{D} heads of 1"
-    return [
-        # Worse means that every seed is worse than every seed of the other model.
-        Finding(
-            "rank-1 scores memorize as many labels as full-rank scores",
-            not all_below(found("labels", one), found("labels", full)),
-            f"accuracy {against('labels', one, full)}",
-        ),
-        Finding(
-            "rank-1 values memorize as many labels as full-rank values",
-            not all_below(found("labels", "scores 1, values 1"), found("labels", one)),
-            f"accuracy {against('labels', 'scores 1, values 1', one)}",
-        ),
-        Finding(
-            "rank-1 scores imitate rank-1 attention as well as full-rank scores",
-            not all_below(found(easy, full), found(easy, one)),
-            f"error {against(easy, one, full)}",
-        ),
-        Finding(
-            "rank-1 scores imitate full-rank attention as well as full-rank scores",
-            not all_below(found(hard, full), found(hard, one)),
-            f"error {against(hard, one, full)}",
-        ),
-        Finding(
-            f"{D} heads of rank 1 memorize as many labels as one head of rank {D}",
-            not all_below(found("labels", heads), found("labels", full)),
-            f"accuracy {against('labels', heads, full)}",
-        ),
-        Finding(
-            f"{D} heads of rank 1 imitate full-rank attention as well as one head of rank {D}",
-            not all_below(found(hard, full), found(hard, heads)),
-            f"error {against(hard, heads, full)}",
-        ),
-        Finding(
-            "with the constructed vector, training only the network learns as much as training all",
-            not all_below(
-                found("labels", "constructed vector"), found("labels", "scores 1, values 1")
+    findings = [
+        as_good(rows, claim, task, first, second)
+        for claim, task, first, second in (
+            ("rank-1 scores memorize as many labels as full-rank scores", "labels", one, full),
+            ("rank-1 values memorize as many labels as full-rank values", "labels", trained, one),
+            ("rank-1 scores imitate rank-1 attention as well as full-rank scores", easy, one, full),
+            (
+                "rank-1 scores imitate full-rank attention as well as full-rank scores",
+                hard,
+                one,
+                full,
             ),
-            f"accuracy {against('labels', 'constructed vector', 'scores 1, values 1')}; random "
-            f"vector {mean_and_range(found('labels', 'random vector'))}, tied and trained "
-            f"{mean_and_range(found('labels', 'tied vector'))}",
-        ),
+            (
+                f"{D} heads of rank 1 memorize as many labels as one head of rank {D}",
+                "labels",
+                heads,
+                full,
+            ),
+            (
+                f"{D} heads of rank 1 imitate full-rank attention as well as one head of rank {D}",
+                hard,
+                heads,
+                full,
+            ),
+            (
+                "with the constructed vector, training only the network learns as much as "
+                "training all",
+                "labels",
+                alone,
+                trained,
+            ),
+        )
     ]
-
-
-def table(rows: list[Row]) -> Table:
-    tasks = values(rows, "task")
-    lines = []
-    for model in values(rows, "model"):
-        cells = []
-        for task in tasks:
-            some = select(rows, task=task, model=model)
-            name, factor = ("accuracy", 100) if task == "labels" else ("error", 1)
-            cells.append(mean_and_range([factor * row[name] for row in some]) if some else "")
-        size = select(rows, model=model)[0]["true_parameters"]
-        lines.append((model, size, *cells))
-    return (
-        "attention",
-        "parameters",
-        "% labels learned",
-        *(f"{t}, error" for t in tasks[1:]),
-    ), lines
+    others = (f"{mean_and_range(found(rows, 'labels', m))} ({m})" for m in ALONE if m != alone)
+    findings[-1] = replace(findings[-1], evidence=", ".join((findings[-1].evidence, *others)))
+    return findings
 
 
 def draw(rows: list[Row], figure: Any) -> None:
@@ -251,10 +217,9 @@ EXPERIMENT = Experiment(
     cases={
         "tiny": model_cases(_PAIRS, parameters=1500, count=8, steps=10, seeds=2),
         "quick": model_cases(_PAIRS, parameters=1500, count=64, steps=400, seeds=3),
-        "full": model_cases(_PAIRS, parameters=10_000, count=512, steps=5000, seeds=5),
     },
     measure=measure,
     judge=judge,
-    table=table,
+    table=model_table,
     draw=draw,
 )

@@ -181,7 +181,6 @@ EXPERIMENT = Experiment(
     cases={
         "tiny": _cases(200, 5, [1000], 1),
         "quick": _cases(2000, 150, [10_000, 100_000], 3),
-        "full": _cases(2000, 1000, [10_000, 100_000, 1_000_000], 5),
     },
     measure=measure,
     judge=judge,

@@ -231,7 +231,6 @@ EXPERIMENT = Experiment(
     cases={
         "tiny": _cases([8, 64], 30, 1, {64: [256]}),
         "quick": _cases([16, 64, 256], 600, 3, {256: [1024, 8192]}),
-        "full": _cases([16, 64, 256, 1024], 4000, 5, {1024: [8192, 65536]}),
     },
     measure=measure,
     judge=judge,

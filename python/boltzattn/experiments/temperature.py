@@ -190,7 +190,6 @@ EXPERIMENT = Experiment(
     cases={
         "tiny": _cases(("gaussian", "integers", "prouhet-1", "prouhet-3"), 4, 20, 41),
         "quick": _cases(_FAMILIES, 4, 60, 241),
-        "full": _cases((*_FAMILIES, "prouhet-2", "prouhet-4"), 8, 2000, 961),
     },
     measure=measure,
     judge=judge,

@@ -158,7 +158,6 @@ EXPERIMENT = Experiment(
     cases={
         "tiny": _cases((2, 3), (3, 4, 6)),
         "quick": _cases((2, 4, 8), (3, 4, 6, 9, 14, 20)),
-        "full": _cases((2, 3, 4, 6, 8), (3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 30)),
     },
     measure=measure,
     judge=judge,

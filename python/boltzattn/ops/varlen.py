@@ -104,9 +104,9 @@ def _rows_first(x: Tensor, width: int) -> Tensor:
 
 
 def _new_gradients(problem: Problem) -> Gradients:
-    found = problem.new_gradients("new_zeros")
+    found = problem.new_gradients()
     rows = (_rows_first(x, x.shape[-1]) for x in problem.inputs)
-    return Gradients._make((*rows, found.key_mask, found.slopes))
+    return Gradients._make((*rows, found.key_mask.zero_(), found.slopes.zero_()))
 
 
 def _forward(problem: Problem, starts: Starts, choice: Choice) -> Saved:

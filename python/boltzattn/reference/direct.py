@@ -24,6 +24,7 @@ from boltzattn.reference.scores import (
     distances,
     hidden_pairs,
     hide,
+    long_product,
     product,
     pull,
     scores,
@@ -115,7 +116,7 @@ def dense(problem: Problem) -> Saved:
     wide = problem.to(accumulate_dtype(problem.query.dtype)).without_hidden_keys()
     probability, lse = weights(scores(wide))
     factor = _dropout_factor(wide, slice(0, wide.query.shape[-2]))
-    return Saved(((probability * factor) @ wide.value).to(problem.query.dtype), lse)
+    return Saved(long_product(probability * factor, wide.value).to(problem.query.dtype), lse)
 
 
 def forward(problem: Problem) -> Saved:

@@ -14,6 +14,10 @@ from torch import Tensor
 
 from boltzattn.problem import Problem
 
+# Numbers that a product adds up at a time. Some BLAS libraries add all of them to one running sum
+# if there are few rows, and over 200,000 numbers that loses three digits in fp32.
+LONGEST_SUM = 1024
+
 
 def _columns(x: Tensor) -> Tensor:
     """x transposed, for a product that sums every column in the same order.
@@ -94,15 +98,25 @@ def transposed(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.transpose(-1, -2)
 
 
+def long_product(weight: Tensor, x: Tensor) -> Tensor:
+    """weight @ x, summed in parts."""
+    whole = x.shape[-2] // LONGEST_SUM * LONGEST_SUM
+    if x.shape[-2] <= 2 * LONGEST_SUM:
+        return weight @ x
+    rows = weight[..., :whole].unflatten(-1, (-1, LONGEST_SUM)).transpose(-3, -2)
+    parts = rows @ x[..., :whole, :].unflatten(-2, (-1, LONGEST_SUM))
+    return parts.sum(-3) + weight[..., whole:] @ x[..., whole:, :]
+
+
 def product(weight: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
     """weight @ x without hidden pairs, whose weight is 0."""
     if hidden is None:
-        return weight @ x
+        return long_product(weight, x)
     finite = x.isfinite().all(-1)
     odd = ~finite.reshape(finite.shape[:-1].numel(), finite.shape[-1]).all(0)
     if not bool(odd.any()):
-        return weight @ x
-    total = weight @ x.masked_fill(odd[:, None], 0.0)
+        return long_product(weight, x)
+    total = long_product(weight, x.masked_fill(odd[:, None], 0.0))
     for j in odd.nonzero().flatten().tolist():
         here = weight[..., j, None] * x[..., j, None, :]
         total += here.masked_fill(hidden[..., j, None], 0.0)

@@ -50,6 +50,7 @@ from boltzattn.theory.next_token import (
 from boltzattn.theory.packed import PackedReport, memorize_packed
 from boltzattn.theory.separation import (
     ConflictError,
+    DomainError,
     ResolutionError,
     ResolutionWarning,
     Separation,
@@ -67,6 +68,7 @@ __all__ = [
     "BoltzPair",
     "ConflictError",
     "ContextualGap",
+    "DomainError",
     "EquivarianceWarning",
     "Gap",
     "MemorizationReport",

@@ -383,20 +383,25 @@ def show_polynomials(figure: Any) -> None:
 
 def show_rank(figure: Any) -> None:
     print("10. Rank and kind of the scores: smallest gap between context ids, of the range")
-    rows = []
-    axis = figure.subplots()
     sizes = ((3, 6, 20, 4), (4, 12, 100, 8), (6, 20, 200, 16))
     data = [_distinct(random_task(*size)[0]) for size in sizes]
-    styles = iter(STYLES)
+    ids = [x.shape[0] * x.shape[1] for x in data]
+    temperatures = [float(t) for t in np.geomspace(1e-2, 1e2, 9)]
+    left, right = figure.subplots(1, 2)
+    rows, styles = [], iter(STYLES)
     for score in ("dot", "gaussian"):
         for rank in (1, 2, 3):
-            gaps = [id_gap(x, score, rank) for x in data]
-            rows.append((f"{score}, rank {rank}", *(f"{gap:.1e}" for gap in gaps)))
-            ids = [x.shape[0] * x.shape[1] for x in data]
-            axis.loglog(ids, gaps, **next(styles), label=f"{score}, rank {rank}")
-    _table(("scores", *(f"{x.shape[0] * x.shape[1]} ids" for x in data)), rows)
-    axis.set(xlabel="context ids", ylabel="smallest gap / range", title="The rank does not matter")
-    axis.legend()
+            name, style = f"{score}, rank {rank}", next(styles)
+            best = [id_gap(x, score, rank) for x in data]
+            at = [id_gap(data[-1], score, rank, t) for t in temperatures]
+            rows.append((name, *(f"{gap:.1e}" for gap in (*best, *at[2:-1:2]))))
+            left.loglog(ids, best, **style, label=name)
+            right.loglog(temperatures, np.maximum(at, 1e-17), **style)
+    header = (*(f"{count} ids" for count in ids), *(f"at {t:.2g}" for t in temperatures[2:-1:2]))
+    _table(("scores", *header), rows)
+    left.set(xlabel="context ids", ylabel="smallest gap / range", title="At the best temperature")
+    left.legend()
+    right.set(xlabel="inverse temperature, relative", title=f"{ids[-1]} ids")
 
 
 def _distinct(x: torch.Tensor) -> torch.Tensor:

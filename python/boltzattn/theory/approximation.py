@@ -22,6 +22,7 @@ from boltzattn.theory.construction import RankOneAttention, construct_attention
 from boltzattn.theory.contextual import SAFETY
 from boltzattn.theory.direction import digit_direction
 from boltzattn.theory.memorization import step_network
+from boltzattn.theory.separation import ResolutionError
 
 Function = Callable[[Tensor], Tensor]
 
@@ -111,7 +112,7 @@ def approximate(
         `ApproximationReport`.
 
     Raises:
-        ValueError: if the grid has more ids than fp64 can distinguish.
+        ResolutionError: if the grid has more ids than fp64 can distinguish.
 
     Example:
         >>> model = approximate(TARGETS["product"], d=1, n=2, grid=8)
@@ -154,7 +155,7 @@ def approximate(
     extent = float(keys[-1] - keys[0]) or 1.0
     gap = float(keys.diff().min()) if len(keys) > 1 else extent
     if gap <= SAFETY * noise:
-        raise ValueError(
+        raise ResolutionError(
             f"grid={grid} with d={d}, n={n} has {len(keys)} ids; the closest are "
             f"{gap / extent:.3g} of their range apart, not above {SAFETY:g} times the noise of "
             f"{noise / extent:.2g}. Use a smaller grid, or a wider ramp, whose slope is smaller"

@@ -34,7 +34,7 @@ SCALES = ("theorem", "measured", "practical")
 _MORE = 1 + 1e-6
 
 # Practical search: temperatures and output scales, relative to the range of the projections.
-_TEMPERATURES = (0.0, *np.geomspace(1e-2, 1e2, 17).tolist())
+TEMPERATURES = (0.0, *np.geomspace(1e-2, 1e2, 17).tolist())
 _OUTPUT_SCALES = np.geomspace(1e-3, 1e2, 26)
 _DIRECTIONS = 4
 # Scores of one piece of the search, [contexts, n, n]; 32 MB in fp64.
@@ -384,6 +384,7 @@ def search_head(
     units: np.ndarray,
     pooled_at: Callable[[np.ndarray, float], tuple[np.ndarray, np.ndarray]],
     every: int = 1,
+    temperatures: Sequence[float] = TEMPERATURES,
 ) -> tuple[np.ndarray, float, float]:
     """The `(v, beta, |o|)` whose smallest gap along `v`, relative to the range, is largest.
 
@@ -393,6 +394,7 @@ def search_head(
         pooled_at: from the projections `[|V|]` of the vocabulary and beta to `P_q` and `c_q` of
             all ids, two flat arrays.
         every: try only every so many of the temperatures and of the output scales.
+        temperatures: values of beta to try, relative to the range of the projections.
 
     Example:
         >>> def means(positions, beta):
@@ -404,7 +406,7 @@ def search_head(
     for unit in units:
         positions = vocabulary @ unit
         reach = float(np.abs(positions).max()) * float(np.ptp(positions) or 1.0) or 1.0
-        for temperature in _TEMPERATURES[::every]:
+        for temperature in temperatures[::every]:
             beta = temperature / reach
             query, pooled = pooled_at(positions, beta)
             stretch = float(np.ptp(query) / (np.ptp(pooled) or 1.0)) or 1.0

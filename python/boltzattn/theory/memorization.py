@@ -17,7 +17,7 @@ from torch import Tensor
 from boltzattn.nn import FeedForward, OneLayerTransformer
 from boltzattn.theory.construction import RankOneAttention, construct_attention, evaluate
 from boltzattn.theory.contextual import SAFETY
-from boltzattn.theory.separation import Batch, ConflictError, ResolutionError, contexts
+from boltzattn.theory.separation import Batch, ResolutionError, check_conflicts, contexts
 
 FORMS = ("linear", "plateau")
 
@@ -106,7 +106,14 @@ def memorize(
     head = construct_attention(sequences, scale, dtype=dtype, seed=seed)
     first, key = _unique_ids(head)
     values = np.concatenate(targets)
-    _check_conflicts(values, first, key, head, targets)
+    places = [(i, j) for i, y in enumerate(targets) for j in range(len(y))]
+    check_conflicts(
+        values,
+        first,
+        key,
+        lambda i: "sequence {} token {}".format(*places[i]),
+        len(head.separation.proportional),
+    )
 
     outputs = torch.cat(evaluate(head.module(), sequences)).double().numpy()
     along = outputs @ head.v.numpy()
@@ -264,43 +271,6 @@ def _unique_ids(head: RankOneAttention) -> tuple[np.ndarray, np.ndarray]:
         return_inverse=True,
     )
     return first, key.reshape(-1)
-
-
-def _check_conflicts(
-    values: np.ndarray,
-    first: np.ndarray,
-    key: np.ndarray,
-    head: RankOneAttention,
-    targets: list[np.ndarray],
-) -> None:
-    wrong = np.flatnonzero((values != values[first[key]]).any(1))
-    if not len(wrong):
-        return
-    where = [(i, j) for i, y in enumerate(targets) for j in range(len(y))]
-    shown = [
-        f"sequence {a[0]} token {a[1]} ({_show(targets[a[0]][a[1]])}) and "
-        f"sequence {b[0]} token {b[1]} ({_show(targets[b[0]][b[1]])})"
-        for a, b in ((where[first[key[w]]], where[w]) for w in wrong[:5].tolist())
-    ]
-    more = "" if len(wrong) <= 5 else f"; and {len(wrong) - 5} more"
-    proportional = (
-        " Sequences of different length count as the same context when their tokens occur in the "
-        f"same proportions ({len(head.separation.proportional)} pairs here): no softmax attention "
-        "without positions distinguishes them."
-        if head.separation.proportional
-        else ""
-    )
-    raise ConflictError(
-        f"labels must be a function of token and context, got {len(wrong)} conflicts: "
-        + "; ".join(shown)
-        + more
-        + "."
-        + proportional
-    )
-
-
-def _show(label: np.ndarray) -> str:
-    return "label " + ", ".join(f"{x:g}" for x in label.tolist())
 
 
 def _accuracy(results: np.ndarray, wanted: np.ndarray) -> float | None:

@@ -25,9 +25,8 @@ from boltzattn.theory.bit_extraction import packed_network
 from boltzattn.theory.construction import pooled_tokens, rank_one_weights, search_head
 from boltzattn.theory.contextual import SAFETY
 from boltzattn.theory.memorization import step_network
-from boltzattn.theory.packed import check_conflicts
 from boltzattn.theory.relu_network import count_nonzero
-from boltzattn.theory.separation import ResolutionError
+from boltzattn.theory.separation import ResolutionError, check_conflicts
 
 NETWORKS = ("linear", "packed", "looped")
 
@@ -121,8 +120,7 @@ def memorize_next(
     if targets is not None:
         values = targets.detach().cpu().double().numpy().reshape(len(following), -1)
     length = seen.shape[1]
-    for column in values.T:
-        check_conflicts(column, first, key, lambda i: f"document {i // length} place {i % length}")
+    check_conflicts(values, first, key, lambda i: f"document {i // length} place {i % length}")
 
     rng = np.random.default_rng(seed)
     vocabulary = embedding.detach().cpu().numpy()

@@ -10,7 +10,6 @@ with hardmax). The network here is derived anew, with arithmetic that fp64 carri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,7 @@ from boltzattn.theory import direction
 from boltzattn.theory.bit_extraction import PackedCode, packed_network
 from boltzattn.theory.construction import pooled_tokens, rank_one_weights, search_head
 from boltzattn.theory.relu_network import count_nonzero
-from boltzattn.theory.separation import ConflictError
+from boltzattn.theory.separation import check_conflicts
 
 READ = ("last", "all")
 
@@ -126,7 +125,7 @@ def memorize_packed(
     places = np.arange(n - 1, n) if read == "last" else np.arange(n)
     wanted = labels.cpu().numpy().reshape(len(tokens), len(places))
     first, key = _ids(tokens, places)
-    check_conflicts(wanted.reshape(-1), first, key, lambda i: _where(i, places))
+    check_conflicts(wanted.reshape(-1, 1), first, key, lambda i: _where(i, places))
 
     rng = np.random.default_rng(seed)
     units = direction.random_directions(vocabulary, _DIRECTIONS, rng)
@@ -191,33 +190,6 @@ def random_sequences(
         )
     points = rng.standard_normal((vocabulary, d))
     return torch.from_numpy(points[tokens]), torch.from_numpy(rng.integers(classes, size=count))
-
-
-def check_conflicts(
-    values: np.ndarray, first: np.ndarray, key: np.ndarray, where: Callable[[int], str]
-) -> None:
-    """Raise if entries with the same key have different values.
-
-    Args:
-        values: `[entries]`.
-        first, key: the first entry of each key, and the key of each entry.
-        where: from an entry to the words for it.
-    """
-    wrong = np.flatnonzero(values != values[first[key]])
-    if not len(wrong):
-        return
-    shown = [
-        f"{where(int(first[key[w]]))} (label {values[first[key[w]]]:g}) and {where(int(w))} "
-        f"(label {values[w]:g})"
-        for w in wrong[:5].tolist()
-    ]
-    more = "" if len(wrong) <= 5 else f"; and {len(wrong) - 5} more"
-    raise ConflictError(
-        f"labels must be a function of token and context, got {len(wrong)} conflicts: "
-        + "; ".join(shown)
-        + more
-        + ". Attention without positions does not see the order of the other tokens"
-    )
 
 
 def _check(sequences: Tensor, labels: Tensor, read: str) -> None:

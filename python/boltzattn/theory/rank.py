@@ -11,21 +11,31 @@ import torch
 from torch import Tensor
 
 from boltzattn.functional import attention
-from boltzattn.theory.construction import search_head
+from boltzattn.theory.construction import TEMPERATURES, search_head
 from boltzattn.theory.separation import contexts, separation
 
 
-def id_gap(x: Tensor, score: str, rank: int, draws: int = 4, seed: int = 0) -> float:
+def id_gap(
+    x: Tensor,
+    score: str,
+    rank: int,
+    temperature: float | None = None,
+    *,
+    draws: int = 4,
+    seed: int = 0,
+) -> float:
     """The largest relative gap between the context ids of random heads of this rank.
 
     Queries and keys are the projections of the tokens onto `rank` orthogonal directions, values
     that onto the first, P. So rank 1 with dot products is the head of `construct_attention`. Ids
-    are `P_q + |o| c_q`; temperature and `|o|` are the best of those that it tries.
+    are `P_q + |o| c_q`, with the best `|o|` of those that it tries.
 
     Args:
         x: fp64 `[N, n, d]`; no two sequences may have the same tokens.
         score: "dot" or "gaussian".
         rank: coordinates of queries and keys, at most d.
+        temperature: inverse temperature, relative to the range of P; None for the best of those
+            above 0. At 0 attention is the mean, for any rank and score.
         draws: number of random heads.
 
     Example:
@@ -54,7 +64,8 @@ def id_gap(x: Tensor, score: str, rank: int, draws: int = 4, seed: int = 0) -> f
             mixed = attention(q, q, q[..., :1], scale=beta, score=score, method="direct")
             return positions[tokens].reshape(-1), mixed.numpy().reshape(-1)
 
-        unit, beta, size = search_head(vocabulary, frame[:, :1].T, pooled)
+        tried = TEMPERATURES[1:] if temperature is None else (temperature,)
+        unit, beta, size = search_head(vocabulary, frame[:, :1].T, pooled, temperatures=tried)
         query, added = pooled(vocabulary @ unit, beta)
         ids = np.sort(query + size * added)
         best = max(best, float(np.diff(ids).min() / (ids[-1] - ids[0])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,10 @@ class ResolutionError(ValueError):
 
 class ConflictError(ValueError):
     """Labels differ where no construction can tell the inputs apart; the message lists them."""
+
+
+class DomainError(ValueError):
+    """An input is outside the set for which a construction was made; the message says where."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,44 @@ def separation(batch: Batch, tolerance: float | None = None) -> Separation:
         repeated=tuple(i for i, t in enumerate(tokens) if len(np.unique(t)) < len(t)),
         proportional=_proportional_pairs(tokens),
         tolerance=float(tolerance),
+    )
+
+
+def check_conflicts(
+    values: np.ndarray,
+    first: np.ndarray,
+    key: np.ndarray,
+    where: Callable[[int], str],
+    proportional: int = 0,
+) -> None:
+    """Raise a ConflictError if entries with the same key have different values.
+
+    Args:
+        values: `[entries, k]`.
+        first, key: the first entry of each key, and the key of each entry.
+        where: from an entry to the words for it.
+        proportional: pairs of sequences with the same shares of tokens, for the message.
+    """
+    wrong = np.flatnonzero((values != values[first[key]]).any(1)).tolist()
+    if not wrong:
+        return
+
+    def show(entry: int) -> str:
+        return f"{where(entry)} (label {', '.join(f'{x:g}' for x in values[entry].tolist())})"
+
+    shown = [f"{show(int(first[key[entry]]))} and {show(entry)}" for entry in wrong[:5]]
+    more = "" if len(wrong) <= 5 else f"; and {len(wrong) - 5} more"
+    shares = (
+        " Sequences of different length count as the same context when their tokens occur in the "
+        f"same proportions ({proportional} pairs here): no softmax attention without positions "
+        "distinguishes them."
+        if proportional
+        else ""
+    )
+    raise ConflictError(
+        f"labels must be a function of token and context, got {len(wrong)} conflicts: "
+        f"{'; '.join(shown)}{more}. Attention without positions does not see the order of the "
+        f"other tokens.{shares}"
     )
 
 

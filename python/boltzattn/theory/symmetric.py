@@ -31,6 +31,7 @@ from boltzattn.theory.relu_network import (
     count_nonzero,
     relu_layer,
 )
+from boltzattn.theory.separation import DomainError
 
 # The exponents of a monomial of a token, one per coordinate.
 Powers = tuple[int, ...]
@@ -64,7 +65,7 @@ class InUnitCube(nn.Module):
         if x.numel():
             low, high = (float(end) for end in x.detach().aminmax())
             if not 0 <= low <= high <= 1:
-                raise ValueError(
+                raise DomainError(
                     f"tokens must be in [0, 1]^d, got numbers from {low:.4g} to {high:.4g}; "
                     "rescale them and the polynomial"
                 )
@@ -85,7 +86,7 @@ def symmetric_polynomial(polynomial: Polynomial, d: int, depth: int = 12) -> One
         token. Its `report` is a `PolynomialReport`.
 
     Raises:
-        ValueError: for tokens outside the unit cube, when the module is called.
+        DomainError: for tokens outside the unit cube, when the module is called.
 
     Example:
         >>> variance = {((2,),): 1.0, ((1,), (1,)): -1.0}
