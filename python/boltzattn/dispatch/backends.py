@@ -94,8 +94,7 @@ def _anything(request: Request) -> list[str]:
 def _rank_one_why_not(request: Request) -> list[str]:
     reasons = []
     if request.rank != 1:
-        causal = " with is_causal=True" if request.is_causal else ""
-        reasons.append(f"transform needs rank 1{causal}, got rank {request.rank}")
+        reasons.append(f"transform needs rank 1 here, got rank {request.rank}")
     return reasons + _masks_why_not(request)
 
 
@@ -103,6 +102,8 @@ def _transform_why_not(request: Request) -> list[str]:
     reasons = []
     if request.rank > MOST_AXES:
         reasons.append(f"transform takes ranks up to {MOST_AXES}, got rank {request.rank}")
+    if request.rank > 1 and request.slopes and request.is_causal:
+        reasons.append(f"transform takes alibi_slopes only at rank 1, got rank {request.rank}")
     return reasons + _masks_why_not(request)
 
 
@@ -130,7 +131,7 @@ OPERATIONS = {
     "direct": Operation("attention over all pairs, any rank"),
     "dense": Operation("the gradient of attn_mask (detach() it, or take backend 'reference')"),
     "transform": Operation("attention of rank 1 to 4 in linear time", _transform_why_not),
-    "scan": Operation("the transform with `is_causal`, rank 1, in one pass", _rank_one_why_not),
+    "scan": Operation("the transform with `is_causal`, rank 1 to 4", _transform_why_not),
     "varlen": Operation("all sequences of `attention_varlen` in one kernel"),
     "layer": Operation("`self_attention` projected at the nodes", _rank_one_why_not),
     "small_layer": Operation("`self_attention` of few tokens in one kernel"),
