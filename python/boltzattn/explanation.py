@@ -12,7 +12,7 @@ from boltzattn.dispatch.backends import Request
 from boltzattn.ops import varlen
 from boltzattn.ops.attention import mask_is_differentiated
 from boltzattn.problem import Problem, Starts
-from boltzattn.transform.tensor import TensorReport
+from boltzattn.transform.tensor import MOST_AXES, TensorReport
 from boltzattn.validation import validate, validate_varlen
 
 MOST_HEADS = 4  # heads that are described one by one
@@ -81,7 +81,7 @@ def explain(
             enable_gqa=enable_gqa,
             key_padding_mask=key_padding_mask,
             is_causal=is_causal,
-            exchange="moments" if query.shape[-1] == 1 else "gather",
+            exchange="moments" if query.shape[-1] <= (1 if is_causal else MOST_AXES) else "gather",
             backend=backend,
         )
     if cu_seqlens_q is not None or cu_seqlens_k is not None:

@@ -7,9 +7,9 @@ ALiBi adds slope (j - i). With a bias any key may have the most weight, so panel
     exp(t s_j) = sum_a l_a(t) exp(t_a s_j)
 
 holds to the same relative error for every key, and hence for all sums over keys. At rank 2 to 4
-panels and nodes are tensor products of those of the axes. A panel is measured from `top`, a logit at its middle, at most SLACK below the largest one so far. Slopes are
-counted from the last token, so `top` falls as tokens arrive, and numbers stay small in streams of
-any length. Plain torch, fp64.
+panels and nodes are tensor products of those of the axes. A panel is measured from `top`, a logit
+at its middle, at most SLACK below the largest one so far. Slopes are counted from the last token,
+so `top` falls as tokens arrive, and numbers stay small in streams of any length. Plain torch, fp64.
 """
 
 from __future__ import annotations

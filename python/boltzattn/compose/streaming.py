@@ -49,7 +49,8 @@ class StreamingAttention:
         query_bound: the largest magnitude of a query; a query beyond it raises. The state grows
             with the logarithm of `query_bound` times the range of the keys. At rank 2 to 4 of any
             coordinate, or a bound for each.
-        scale: factor on the logits; default `1 / sqrt(rank)`, 1 for Gaussian scores, as in `attention`.
+        scale: factor on the logits; default as in `attention`: `1 / sqrt(rank)`, or 1 for Gaussian
+            scores.
         score: "dot", or "gaussian" for logits `-scale / 2 (q - k)^2`.
         alibi_slopes: `[num_heads]` or `[batch, num_heads]`; adds `slope * (j - i)` to the logits,
             where i is the last token. It is the same for all queries.

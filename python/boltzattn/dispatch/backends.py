@@ -33,6 +33,7 @@ from boltzattn.reference import scan as reference_scan
 from boltzattn.reference import scan_stages as reference_scan_stages
 from boltzattn.reference import stages as reference_stages
 from boltzattn.reference import stream as reference_stream
+from boltzattn.reference import tensor_stages as reference_tensor_stages
 from boltzattn.reference import transform as reference_transform
 from boltzattn.transform.scan_shards import ScanStages
 from boltzattn.transform.stages import Stages
@@ -137,6 +138,7 @@ OPERATIONS = {
     "small_layer": Operation("`self_attention` of few tokens in one kernel"),
     "project": Operation("rank-1 queries and keys of a layer in one pass"),
     "stages": Operation("the transform in stages, for `distributed`", _rank_one_why_not),
+    "tensor_stages": Operation("the same for ranks 2 to 4", _transform_why_not),
     "scan_stages": Operation(
         "the scan in stages, for causal calls of `distributed`", _rank_one_why_not
     ),
@@ -337,6 +339,7 @@ BACKENDS: dict[str, Backend] = {
                     lambda: Kernels(*_by_torch(reference_scan.forward, reference_scan.backward))
                 ),
                 "stages": Implementation(lambda: Stages(1, *reference_stages.STAGES)),
+                "tensor_stages": Implementation(lambda: Stages(1, *reference_tensor_stages.STAGES)),
                 "scan_stages": Implementation(lambda: ScanStages(*reference_scan_stages.STAGES)),
                 "stream": Implementation(
                     lambda: StreamKernels(

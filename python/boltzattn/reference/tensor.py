@@ -44,11 +44,16 @@ class Frame(NamedTuple):
 
     @property
     def t_most(self) -> list[float]:
-        return self.t.abs().amax(0).tolist()
+        return _largest(self.t)
 
     @property
     def s_most(self) -> list[float]:
-        return self.s.abs().amax(0).tolist()
+        return _largest(self.s)
+
+
+def _largest(x: Tensor) -> list[float]:
+    """The largest |x| on every axis."""
+    return x.abs().amax(0).tolist() if len(x) else [0.0] * x.shape[1]
 
 
 def _diagonalising(t: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,6 +204,8 @@ class TensorHead:
         self.v = problem.value.detach()[kept].double()
         self.rank, self.dv = self.q.shape[1], self.v.shape[1]
         self.skip = SKIP[problem.query.dtype] + 5 * layout.kappa * self.rank
+        # On which axes all queries, all keys are in the middle.
+        self.flat_query, self.flat_key = ([x == 0 for x in y] for y in (at.t_most, at.s_most))
 
     @cached_property
     def queries(self) -> TensorTokens:
@@ -222,8 +229,8 @@ class TensorHead:
             own = (self.at.bias[j] - self.key_log[p]).exp()[:, None]
             columns = torch.cat([self.v[j] - self.v[0], torch.ones_like(own)], 1) * own
             moments[p] += weight.T @ columns
-        skip, flat = self.skip + math.log(len(self.v)), [x == 0 for x in self.at.s_most]
-        return core(moments, self.key_log, self.layout.key, self.layout.query, skip, flat)
+        skip = self.skip + math.log(len(self.v))
+        return core(moments, self.key_log, self.layout.key, self.layout.query, skip, self.flat_key)
 
     def _panel(self, p: int) -> tuple[Tensor, Tensor, Tensor]:
         """Tables of a query panel from its own value and mean key; both [dv], [rank]."""
@@ -263,8 +270,8 @@ class TensorHead:
             if i[-1] == self.queries.order[self.queries.starts[p + 1] - 1]:
                 sums[p, :, -1:] -= (sums[p, :, :-1] * value).sum(-1, keepdim=True)
         log = torch.where(self.queries.occupied, -self.at_nodes.log, -math.inf)
-        skip, flat = self.skip + math.log(len(self.q)), [x == 0 for x in self.at.t_most]
-        tables = core(sums, log, self.layout.query, self.layout.key, skip, flat)
+        skip = self.skip + math.log(len(self.q))
+        tables = core(sums, log, self.layout.query, self.layout.key, skip, self.flat_query)
         grad_s, grad_v = torch.zeros_like(self.at.s), torch.zeros_like(self.v)
         grad_bias = torch.zeros_like(self.at.bias)
         for p, j, weight in self.keys.tiles():
@@ -296,7 +303,7 @@ class TensorHead:
 
 
 class RunningSums:
-    """Sums over the tokens of some chunks at the nodes of one side, in units exp(log)."""
+    """Sums over tokens at the nodes of one side, in units exp(log) of every panel."""
 
     def __init__(self, axes: tuple[Axis, ...], columns: int, like: Tensor) -> None:
         self.axes, self.count = axes, 0
@@ -304,17 +311,73 @@ class RunningSums:
         self.sums = like.new_zeros(panels, nodes, columns)
         self.log = like.new_full((panels,), -math.inf)
 
-    def add(self, x: Tensor, bias: Tensor, columns: Tensor) -> None:
+    def add(self, x: Tensor, bias: Tensor, columns: Tensor, log: Tensor | None = None) -> None:
+        """log: the units, if they are known; else they are raised to the largest bias."""
         tokens = TensorTokens(self.axes, x)
-        log = self.log.scatter_reduce(0, tokens.panel, bias, "amax")
-        self.sums *= torch.where(log > self.log, (self.log - log).exp(), 1.0)[:, None, None]
+        if log is None:
+            log = self.log.scatter_reduce(0, tokens.panel, bias, "amax")
+            self.sums *= torch.where(log > self.log, (self.log - log).exp(), 1.0)[:, None, None]
         self.log = log
         self.count += len(x)
         for p, j, weight in tokens.tiles():
             self.sums[p] += weight.T @ (columns[j] * (bias[j] - log[p]).exp()[:, None])
 
 
-class CausalTensorHead(TensorHead):
+class SummedTensorHead(TensorHead):
+    """A head whose keys, and in backward rows, are summed in parts that are not all at hand."""
+
+    centre: Tensor  # [dv]: values are measured from here
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """(v - centre, 1) of every key."""
+        return torch.cat([self.v - self.centre, torch.ones_like(self.v[:, :1])], 1)
+
+    def key_sums(self) -> RunningSums:
+        return RunningSums(self.layout.key, self.dv + 1, self.v)
+
+    def row_sums(self) -> RunningSums:
+        return RunningSums(self.layout.query, self.dv + 1, self.v)
+
+    def over_keys(self, sums: RunningSums) -> Tables:
+        """N and Z at the query nodes, and their slopes."""
+        skip, axes = self.skip + math.log(sums.count), self.layout
+        return core(sums.sums, sums.log, axes.key, axes.query, skip, self.flat_key)
+
+    def over_rows(self, sums: RunningSums) -> Tables:
+        """The same at the key nodes, for what gradients of keys take from rows."""
+        skip, axes = self.skip + math.log(sums.count), self.layout
+        return core(sums.sums, sums.log, axes.query, axes.key, skip, self.flat_query)
+
+    def read(self, tables: Tables, axes: tuple[Axis, ...], x: Tensor) -> tuple[Tensor, Tensor]:
+        """Tables at tokens x: [tokens, 1 + rank, columns] in units exp(log [tokens])."""
+        tokens = TensorTokens(axes, x)
+        found = x.new_empty(len(x), *tables.table.shape[2:])
+        for p, i, weight in tokens.tiles():
+            found[i] = (weight @ tables.table[p].flatten(1)).unflatten(1, tables.table.shape[2:])
+        return found, tables.log[tokens.panel]
+
+    def asked(self, g: Tensor, h: Tensor, out: Tensor) -> Tensor:
+        """What goes with (v - centre, 1) of a key in the gradient of its logit: [n_q, dv + 1].
+
+        out is measured from the centre, too.
+        """
+        return torch.cat([g, h - dot(g, out)], 1)
+
+    def pulled_rows(self, tables: Tables, rows: slice, asked: Tensor, log_z: Tensor) -> Tensor:
+        """The gradients of some queries, as far as these keys contribute."""
+        found, log = self.read(tables, self.layout.query, self.at.t[rows])
+        found = found[:, 1:] * (log - log_z[rows]).exp()[:, None, None]
+        return torch.einsum("nc,nrc->nr", asked[rows], found)
+
+    def pulled_keys(self, tables: Tables, keys: slice) -> tuple[Tensor, Tensor]:
+        """(those of some values [n, dv], of biases and keys [n, 1 + rank]) by these rows."""
+        found, log = self.read(tables, self.layout.key, self.at.s[keys])
+        found = found * (self.at.bias[keys] + log).exp()[:, None, None]
+        return found[:, 0, :-1], torch.einsum("nc,nrc->nr", self.columns[keys], found)
+
+
+class CausalTensorHead(SummedTensorHead):
     """Rows of a chunk see its keys pair by pair, and earlier ones by sums over all of them."""
 
     place: Tensor  # of the keys among the rows
@@ -339,31 +402,11 @@ class CausalTensorHead(TensorHead):
         row = torch.arange(rows.start, rows.stop, device=logits.device)
         return logits.masked_fill(self.place[keys] > row[:, None], -math.inf)
 
-    def read(self, tables: Tables, axes: tuple[Axis, ...], x: Tensor) -> tuple[Tensor, Tensor]:
-        """Tables at tokens x: [tokens, 1 + rank, columns] in units exp(log [tokens])."""
-        tokens = TensorTokens(axes, x)
-        found = x.new_empty(len(x), *tables.table.shape[2:])
-        for p, i, weight in tokens.tiles():
-            found[i] = (weight @ tables.table[p].flatten(1)).unflatten(1, tables.table.shape[2:])
-        return found, tables.log[tokens.panel]
-
-    def before(self, sums: RunningSums, rows: slice) -> tuple[Tensor, Tensor]:
-        """N and Z over earlier keys at some rows, and after a factor s; see `read`."""
-        flat = [x == 0 for x in self.at.s_most]
-        skip = self.skip + math.log(sums.count)
-        tables = core(sums.sums, sums.log, self.layout.key, self.layout.query, skip, flat)
-        return self.read(tables, self.layout.query, self.at.t[rows])
-
-    @cached_property
-    def columns(self) -> Tensor:
-        """(v - the first value, 1) of every key."""
-        return torch.cat([self.v - self.v[0], torch.ones_like(self.v[:, :1])], 1)
-
     @cached_property
     def results(self) -> tuple[Tensor, Tensor]:
-        """out, measured from the first value, and log Z in the frame."""
+        """out, measured from the centre, and log Z in the frame."""
         out, log_z = self.v.new_zeros(len(self.q), self.dv), torch.empty_like(self.q[:, 0])
-        sums = RunningSums(self.layout.key, self.dv + 1, self.v)
+        sums = self.key_sums()
         for rows, keys in self.chunks():
             logits = self.pairs(rows, keys)
             top = logits.new_full(logits.shape[:1], -math.inf)
@@ -371,7 +414,7 @@ class CausalTensorHead(TensorHead):
                 top = logits.amax(1)
             total = self.v.new_zeros(len(logits), self.dv + 1)
             if sums.count:
-                found, log = self.before(sums, rows)
+                found, log = self.read(self.over_keys(sums), self.layout.query, self.at.t[rows])
                 top = torch.maximum(top, log)
                 total = found[:, 0] * (log - top).exp()[:, None]
             alive = top > -math.inf
@@ -385,18 +428,17 @@ class CausalTensorHead(TensorHead):
     def forward(self) -> tuple[Tensor, Tensor]:
         out, log_z = self.results
         alive = (log_z > -math.inf)[:, None]
-        return (out + self.v[0]).masked_fill(~alive, 0.0), self.add_offsets(log_z)
+        return (out + self.centre).masked_fill(~alive, 0.0), self.add_offsets(log_z)
 
     def backward(self, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         out, log_z = self.results
         alive = log_z > -math.inf
         h = h.masked_fill(~alive[:, None], 0.0)
         log_z = log_z.masked_fill(~alive, 0.0)
-        # Of a row: grad_out, and grad_lse - grad_out . out, which go with (v, 1) of a key.
-        asked = torch.cat([g, h - dot(g, out)], 1).masked_fill(~alive[:, None], 0.0)
+        asked = self.asked(g, h, out).masked_fill(~alive[:, None], 0.0)
         grad_t, grad_s = torch.zeros_like(self.at.t), torch.zeros_like(self.at.s)
         grad_v, grad_bias = torch.zeros_like(self.v), torch.zeros_like(self.at.bias)
-        sums = RunningSums(self.layout.key, self.dv + 1, self.v)
+        sums = self.key_sums()
         for rows, keys in self.chunks():
             weights = (self.pairs(rows, keys) - log_z[rows, None]).exp()
             ds = weights * (asked[rows] @ self.columns[keys].T)
@@ -405,21 +447,14 @@ class CausalTensorHead(TensorHead):
             grad_bias[keys] = ds.sum(0)
             grad_v[keys] = weights.T @ asked[rows, :-1]
             if sums.count:
-                found, log = self.before(sums, rows)
-                found = found * (log - log_z[rows]).exp()[:, None, None]
-                grad_t[rows] += torch.einsum("nc,nrc->nr", asked[rows], found[:, 1:])
+                grad_t[rows] += self.pulled_rows(self.over_keys(sums), rows, asked, log_z)
             sums.add(self.at.s[keys], self.at.bias[keys], self.columns[keys])
         grad_t += h * self.at.s_middle
-        later = RunningSums(self.layout.query, self.dv + 1, self.v)
-        flat = [x == 0 for x in self.at.t_most]
+        later = self.row_sums()
         for rows, keys in reversed(list(self.chunks())):
             if later.count and keys.stop > keys.start:
-                skip = self.skip + math.log(later.count)
-                tables = core(later.sums, later.log, self.layout.query, self.layout.key, skip, flat)
-                found, log = self.read(tables, self.layout.key, self.at.s[keys])
-                found = found * (self.at.bias[keys] + log).exp()[:, None, None]
-                pull = torch.einsum("nc,nrc->nr", self.columns[keys], found)
-                grad_v[keys] += found[:, 0, :-1]
+                of_value, pull = self.pulled_keys(self.over_rows(later), keys)
+                grad_v[keys] += of_value
                 grad_bias[keys] += pull[:, 0]
                 grad_s[keys] += pull[:, 1:]
             some = alive[rows]
@@ -461,5 +496,5 @@ def served_head(problem: Problem, kept: Tensor) -> TensorHead | None:
     if not problem.is_causal:
         return TensorHead(problem, kept, at, origin, layout)
     head = CausalTensorHead(problem, kept, at, origin, layout)
-    head.place, head.places = kept, places
+    head.place, head.places, head.centre = kept, places, head.v[0]
     return head

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from boltzattn.transform.layout import Axis
+from boltzattn.transform.stages import TensorRange
 from boltzattn.transform.tolerances import LARGEST_PRODUCT
 
 MOST_AXES = 4  # the largest rank
@@ -121,7 +122,7 @@ def choose_tensor_layout(
             continue
         product = TOKEN_PRODUCT_DOUBLE if dtype == torch.float64 else TOKEN_PRODUCT
         cost = TENSOR_HEAD + tokens * (nodes**rank * (dv + 1) * product + TOKEN_OVERHEAD)
-        once, chunk = CLOUD * core_products(query, key) * (dv + 1) * CORE_PRODUCT, 0
+        once, chunk = _core_cost(query, key, dv), 0
         if rows > 0:
             once += rows_of_keys * (dv + 1) * CHUNK_ENTRY
             chunk = choose_chunk(dtype, rows, once, rank, dv)
@@ -131,6 +132,10 @@ def choose_tensor_layout(
     return best
 
 
+def _core_cost(query: Sequence[Axis], key: Sequence[Axis], dv: int) -> float:
+    return CLOUD * core_products(query, key) * (dv + 1) * CORE_PRODUCT
+
+
 def core_products(query: Sequence[Axis], key: Sequence[Axis]) -> float:
     """Multiply-adds of the core for one column, axis after axis from the last."""
     total, source = 0.0, float(math.prod(axis.size for axis in key))
@@ -138,6 +143,25 @@ def core_products(query: Sequence[Axis], key: Sequence[Axis]) -> float:
         total += source * to.size
         source *= to.size / of.size
     return total
+
+
+# A core that takes longer, in nanoseconds, is not for processes that share a sequence; nor are logits
+# to which a mean query adds more than this on a panel of keys.
+LARGEST_SHARED_CORE, MOST_TILT = 1e9, 300.0
+
+
+def shared_layout(of: TensorRange, dtype: torch.dtype, dv: int) -> TensorLayout | None:
+    """The layout of a head whose tokens are in several processes; None if none serves."""
+    t_most, s_most = of.t_most, of.s_most
+    if not all(math.isfinite(x) for x in (*t_most, *s_most, *of.t_middle, *of.s_middle)):
+        return None
+    layout = choose_tensor_layout(dtype, t_most, s_most, int(of.tokens), dv)
+    if layout is None or _core_cost(layout.query, layout.key, dv) > LARGEST_SHARED_CORE:
+        return None
+    if sum(2 * abs(m) * x.half for m, x in zip(of.t_middle, layout.key, strict=True)) > MOST_TILT:
+        return None
+    largest = [(abs(m) + t) * (abs(c) + s) for m, t, c, s in zip(of.t_middle, t_most, of.s_middle, s_most, strict=True)]
+    return layout if sum(largest) <= LARGEST_PRODUCT else None
 
 
 class TensorReport(NamedTuple):
