@@ -567,6 +567,8 @@ def draw_rank(to: Path) -> None:
     for panel in axes[:3]:
         panel.set_ylim(bottom=0)
     axes[0].legend()
+    figure.savefig(to)
+    plt.close(figure)
 
 
 def speeds() -> tuple[Array, Array]:
@@ -628,8 +630,6 @@ def show_ranks(
     axis.plot(list(found), [np.mean(n) for n in found.values()], line, color=colour, label=label)
     axis.set(title=title, xlabel="rank", xticks=list(found))
     axis.title.set_fontsize(10)
-
-
 
 
 if __name__ == "__main__":

@@ -100,12 +100,12 @@ def attention(
         key_bias: `[..., H, n_k]`, added to the logits of the local keys.
         score, alibi_slopes: as in `boltzattn.attention`. With slopes the shards are as for
             `is_causal`. These three options take "gather", whatever `exchange` says.
-        exchange: "moments" sends sums over keys, a volume independent of n, for rank 1, and for ranks
-            up to 4 without `is_causal`. "gather" sends all keys and values to every process, for
+        exchange: "moments" sends sums over keys, a volume independent of n, for rank 1, and for
+            ranks up to 4 without `is_causal`. "gather" sends all keys and values to every process, for
             any rank.
         backend: for "moments", "cpu" (C++, CPU tensors, rank 1) or "reference" (plain torch in
-            fp64, on the device of the tensors); "auto" takes the first that can. The same in all processes. For
-            "gather", as in `boltzattn.attention`.
+            fp64, on the device of the tensors); "auto" takes the first that can. The same in all
+            processes. For "gather", as in `boltzattn.attention`.
 
     All three may be DTensors that are sharded along dimension -2 over one mesh dimension; the
     result is then one, too.

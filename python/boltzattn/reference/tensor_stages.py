@@ -156,7 +156,7 @@ def _with_tables(
 
 
 def evaluate(problem: Problem, ranges: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, served [heads]) from everybody's moments. The bound is known before, so all are."""
+    """(out, lse, served [heads]) from everybody's moments. The bound is known, so all are."""
     query = problem.query
     out = query.new_zeros(*query.shape[:-1], problem.value.shape[-1])
     lse = query.new_full(query.shape[:-1], -math.inf, dtype=torch.float64)

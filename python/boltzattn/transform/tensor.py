@@ -145,8 +145,8 @@ def core_products(query: Sequence[Axis], key: Sequence[Axis]) -> float:
     return total
 
 
-# A core that takes longer, in nanoseconds, is not for processes that share a sequence; nor are logits
-# to which a mean query adds more than this on a panel of keys.
+# A core that takes longer, in nanoseconds, is not for processes that share a sequence; nor are
+# logits to which a mean query adds more than this on a panel of keys.
 LARGEST_SHARED_CORE, MOST_TILT = 1e9, 300.0
 
 
@@ -160,7 +160,10 @@ def shared_layout(of: TensorRange, dtype: torch.dtype, dv: int) -> TensorLayout 
         return None
     if sum(2 * abs(m) * x.half for m, x in zip(of.t_middle, layout.key, strict=True)) > MOST_TILT:
         return None
-    largest = [(abs(m) + t) * (abs(c) + s) for m, t, c, s in zip(of.t_middle, t_most, of.s_middle, s_most, strict=True)]
+    largest = [
+        (abs(m) + t) * (abs(c) + s)
+        for m, t, c, s in zip(of.t_middle, t_most, of.s_middle, s_most, strict=True)
+    ]
     return layout if sum(largest) <= LARGEST_PRODUCT else None
 
 
