@@ -101,8 +101,8 @@ def attention(
         score, alibi_slopes: as in `boltzattn.attention`. With slopes the shards are as for
             `is_causal`. These three options take "gather", whatever `exchange` says.
         exchange: "moments" sends sums over keys, a volume independent of n, for rank 1, and for
-            ranks up to 4 without `is_causal`. "gather" sends all keys and values to every process, for
-            any rank.
+            ranks up to 4 without `is_causal`. "gather" sends all keys and values to every
+            process, for any rank.
         backend: for "moments", "cpu" (C++, CPU tensors, rank 1) or "reference" (plain torch in
             fp64, on the device of the tensors); "auto" takes the first that can. The same in all
             processes. For "gather", as in `boltzattn.attention`.
