@@ -87,19 +87,20 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "tensor_layout",
       [](const std::string& dtype, const std::vector<double>& t_most,
-         const std::vector<double>& s_most, double tokens, int64_t dv) {
+         const std::vector<double>& s_most, double tokens, int64_t dv, double rows) {
         using namespace boltzattn;
         const py::dict dtypes = for_dtypes([](DType one) { return int(one); });
         const int rank = int(t_most.size());
         const TensorLayout layout =
             choose_tensor_layout(DType(py::cast<int>(dtypes[dtype.c_str()])), rank, t_most.data(),
-                                 s_most.data(), tokens, dv);
+                                 s_most.data(), tokens, dv, rows);
         py::list query, key;
         for (int a = 0; a < rank; ++a)
           query.append(layout.query[a].panels), key.append(layout.key[a].panels);
         return py::dict("nodes"_a = layout.nodes, "kappa"_a = layout.kappa,
-                        "query_panels"_a = query, "key_panels"_a = key, "cost"_a = layout.cost);
+                        "query_panels"_a = query, "key_panels"_a = key, "cost"_a = layout.cost,
+                        "chunk"_a = layout.chunk);
       },
-      "dtype"_a, "t_most"_a, "s_most"_a, "tokens"_a, "dv"_a,
+      "dtype"_a, "t_most"_a, "s_most"_a, "tokens"_a, "dv"_a, "rows"_a = 0.0,
       "Nodes and panels of a head of rank 2 to 4: what boltzattn.transform.tensor computes, too.");
 }

@@ -1,4 +1,4 @@
-"""Draw the figures of transform.md, lookup.md and theory.md: transform-*, lookup-*, theory-rank."""
+"""Draw the figures of transform.md, lookup.md, tensor.md and theory.md: <name>-*.png."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from boltzattn.transform.layout import Axis, Range, make_layout
 from boltzattn.transform.scan_layout import make_scan_layout
+from boltzattn.transform.tensor import choose_tensor_layout
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
@@ -570,6 +571,49 @@ def draw_rank(to: Path) -> None:
     plt.close(figure)
 
 
+def speeds() -> tuple[Array, Array]:
+    """B, and SDPA's time over that of `auto`: the rows of docs/tensor.md of rank 2, n = 16,384."""
+    rows = [line.split("|")[1:-1] for line in (HERE / "tensor.md").read_text().splitlines()]
+    wanted = [row for row in rows if len(row) == 8 and row[:2] == [" 2 ", " 16,384 "]]
+    found = [(float(row[2]), float(row[7].strip(" x"))) for row in wanted if "t3" not in row[2]]
+    return tuple(np.array(found).T)  # type: ignore[return-value]
+
+
+def draw_tensor(to: Path) -> None:
+    """Panels of a head of rank 2, and its speed against the range of the logits."""
+    draw = np.random.default_rng(0)
+    queries, keys = draw.standard_normal((2, 1200, 2)) * [1.0, 0.5]
+    product = 20.0
+    queries *= product / (2 * np.abs(queries[:, 0]).max() * np.abs(keys[:, 0]).max())
+    t_most, s_most = (np.abs(x).max(0).tolist() for x in (queries, keys))
+    layout = choose_tensor_layout(torch.float32, t_most, s_most, 2 * 16_384, 64)
+    assert layout is not None
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.7), layout="constrained")
+    sides = [(left, queries, layout.query, "queries $t$"), (middle, keys, layout.key, "keys $s$")]
+    for axes, tokens, panels, name in sides:
+        axes.plot(*tokens.T, ".", ms=2, color=ORANGE, zorder=2)
+        lines = [axis.origin + 2 * axis.half * np.arange(axis.panels + 1) for axis in panels]
+        for at in lines[0]:
+            axes.plot([at, at], lines[1][[0, -1]], color=BLUE, lw=0.8, zorder=1)
+        for at in lines[1]:
+            axes.plot(lines[0][[0, -1]], [at, at], color=BLUE, lw=0.8, zorder=1)
+        # The nodes of one panel.
+        node = np.cos((2 * np.arange(layout.nodes) + 1) * np.pi / (2 * layout.nodes))
+        centre = [axis.half * (2 * (axis.panels // 2) + 1 - axis.panels) for axis in panels]
+        x, y = np.meshgrid(*(c + axis.half * node for c, axis in zip(centre, panels, strict=True)))
+        axes.plot(x.ravel(), y.ravel(), "o", ms=2, color=RED, zorder=3)
+        axes.set(title=f"{panels[0].panels} x {panels[1].panels} panels of {name}")
+        axes.set(xlabel="axis 1", ylabel="axis 2")
+    reach, speed = speeds()
+    right.loglog(reach, speed, "o-", color=BLUE, lw=1.8)
+    right.axhline(1, color=GREY, lw=1, ls="--")
+    right.set_xticks(reach, [f"{x:g}" for x in reach])
+    right.minorticks_off()
+    right.set(title="n = 16,384: speed against SDPA", xlabel="B", ylabel="SDPA's time / time")
+    figure.savefig(to)
+    plt.close(figure)
+
+
 def show_ranks(
     axis: Axes,
     found: dict[int, list[float]],
@@ -595,3 +639,4 @@ if __name__ == "__main__":
     draw_envelope(HERE / "lookup-envelope.png")
     draw_weights(HERE / "lookup-weights.png")
     draw_rank(HERE / "theory-rank.png")
+    draw_tensor(HERE / "tensor-panels.png")

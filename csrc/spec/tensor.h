@@ -54,6 +54,7 @@ struct TensorLayout {
   Axis query[kMostAxes], key[kMostAxes];
   bool flat_query[kMostAxes], flat_key[kMostAxes];  // whether all tokens are in the middle
   double cost;                                      // nanoseconds on one thread
+  int64_t chunk;  // rows and keys that causal heads compute pair by pair; 0 if not causal
 };
 
 inline double tensor_centre(const Axis& axis, int64_t panel) {
@@ -65,14 +66,31 @@ inline double tensor_node(const Axis& axis, int64_t node) {
 }
 
 // Nanoseconds of a multiply-add in the passes over tokens and in the core, by the type of either,
-// of one pair of `direct`, and of each of its columns: one core of an AMD EPYC (Zen 3).
+// of an entry of a table that a chunk reads and writes, of one pair of `direct`, and of each of its
+// columns: one core of an AMD EPYC (Zen 3).
 constexpr double kTokenProduct = 0.045, kTokenProductDouble = 0.1, kCoreProduct = 0.075;
-constexpr double kTokenOverhead = 60, kTensorHead = 40000;
+constexpr double kTokenOverhead = 60, kTensorHead = 40000, kChunkEntry = 0.6;
 constexpr double kDirectPair = 0.75, kDirectPairColumn = 0.022, kDirectDouble = 2.3;
 
 inline double tensor_direct_cost(DType dtype, double pairs, int64_t rank, int64_t dv) {
   return pairs * (kDirectPair + kDirectPairColumn * double(rank + dv)) *
          (dtype == DType::kFloat64 ? kDirectDouble : 1);
+}
+
+// Pairs that a call has; causal rows see the keys up to their own place.
+inline double visible_pairs(double n_q, double n_k, bool is_causal) {
+  const double both = n_q < n_k ? n_q : n_k;
+  return is_causal ? both * (n_q - 0.5 * both) : n_q * n_k;
+}
+
+// Causal heads go through the core once for every chunk of tokens, and compute pair by pair within
+// one: how many tokens make both cost the same. `once`: nanoseconds of a chunk.
+inline int64_t tensor_chunk(DType dtype, double rows, double once, int64_t rank, int64_t dv) {
+  constexpr double kUnit = 64;
+  const double best = ::sqrt(2 * once / tensor_direct_cost(dtype, 1, rank, dv));
+  const double largest = kUnit * ::ceil(rows / (4 * kUnit));
+  const double chunk = kUnit * ::floor(best / kUnit + 0.5);
+  return int64_t(chunk < largest ? chunk > kUnit ? chunk : kUnit : largest);
 }
 
 // Axes with half * other <= kappa.
@@ -91,10 +109,11 @@ inline Axis tensor_axis(double extent, double other, double kappa, int nodes) {
 constexpr double kLargestTensorProduct = 1e4;  // T_a S_a
 constexpr double kMostTensorBytes = 1e9;       // of the tables of a head, for backward
 
-// The cheapest number of nodes. t_most, s_most: T_a and S_a. The cost is infinite if no number
-// serves.
+// The cheapest number of nodes. t_most, s_most: T_a and S_a. rows: queries with a key of their own
+// place in causal calls, else 0. The cost is infinite if no number serves.
 inline TensorLayout choose_tensor_layout(DType dtype, int rank, const double* t_most,
-                                         const double* s_most, double tokens, int64_t dv) {
+                                         const double* s_most, double tokens, int64_t dv,
+                                         double rows = 0) {
   const TensorPrecision& precision = tensor_precision(dtype);
   TensorLayout best{};
   best.rank = rank;
@@ -118,6 +137,7 @@ inline TensorLayout choose_tensor_layout(DType dtype, int rank, const double* t_
       source *= double(one.key[a].panels) * reach.nodes;
     }
     if (source * double(dv + 1) * 8 * (2 + rank) > kMostTensorBytes) continue;
+    const double entries = source;
     // Axis by axis, from the last: a row of the source meets all nodes of the target.
     for (int a = rank - 1; a >= 0; --a) {
       core += source * double(one.query[a].panels) * reach.nodes;
@@ -126,8 +146,14 @@ inline TensorLayout choose_tensor_layout(DType dtype, int rank, const double* t_
     // Clouds leave the corners of the tensor empty, and far panels are left out.
     const double width = double(dv + 1),
                  token = dtype == DType::kFloat64 ? kTokenProductDouble : kTokenProduct;
-    one.cost = kTensorHead + tokens * (per_panel * width * token + kTokenOverhead) +
-               0.6 * core * width * kCoreProduct;
+    double once = 0.6 * core * width * kCoreProduct;
+    if (rows > 0) {
+      once += entries * width * kChunkEntry;
+      one.chunk = tensor_chunk(dtype, rows, once, rank, dv);
+      once = once * ::ceil(rows / double(one.chunk)) +
+             tensor_direct_cost(dtype, 0.5 * rows * double(one.chunk), rank, dv);
+    }
+    one.cost = kTensorHead + tokens * (per_panel * width * token + kTokenOverhead) + once;
     if (one.cost < best.cost) best = one;
   }
   return best;

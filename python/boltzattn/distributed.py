@@ -1,9 +1,10 @@
 """Attention over a sequence that is spread over several processes (context parallelism).
 
-Every process holds some of the queries and some of the keys and values. At rank 1 what the queries
-need to know of all keys is a few hundred sums a head (docs/transform.md), so processes exchange
-those instead of keys and values: an all-reduce of the extents, one of the sums over keys, and in
-backward one of the sums over queries. The volume does not depend on the length of the sequence.
+Every process holds some of the queries and some of the keys and values. What the queries need to
+know of all keys is a few hundred sums a head at rank 1 (docs/transform.md), and some thousands at
+rank 2 (docs/tensor.md), so processes exchange those instead of keys and values: an all-reduce of
+the extents, one of the sums over keys, and in backward one of the sums over queries. The volume
+does not depend on the length of the sequence.
 Causal calls gather tables of the same kind instead (`causal_shards`).
 
 Every process of the group must make the same calls, forward and backward. The first message tells
@@ -44,7 +45,15 @@ from boltzattn.dispatch.torch_modes import without_autocast
 from boltzattn.problem import SCORES, OutputGradients, Problem, Saved, accumulate_dtype
 from boltzattn.transform.layout import Range
 from boltzattn.transform.scan_shards import ScanStages
-from boltzattn.transform.stages import LEVEL, Extent, SharedRange, Stages, step_of_keys
+from boltzattn.transform.stages import (
+    LEVEL,
+    Extent,
+    SharedRange,
+    Stages,
+    TensorRange,
+    step_of_keys,
+)
+from boltzattn.transform.tensor import MOST_AXES, shared_layout
 from boltzattn.transform.tolerances import LARGEST_PRODUCT
 from boltzattn.validation import Call, validate
 
@@ -91,11 +100,12 @@ def attention(
         key_bias: `[..., H, n_k]`, added to the logits of the local keys.
         score, alibi_slopes: as in `boltzattn.attention`. With slopes the shards are as for
             `is_causal`. These three options take "gather", whatever `exchange` says.
-        exchange: "moments" sends sums over keys, a volume independent of n, for rank 1. "gather"
-            sends all keys and values to every process, for any rank.
-        backend: for "moments", "cpu" (C++, CPU tensors) or "reference" (plain torch in fp64, on the
-            device of the tensors); "auto" takes the first that can. The same in all processes. For
-            "gather", as in `boltzattn.attention`.
+        exchange: "moments" sends sums over keys, a volume independent of n, for rank 1, and for
+            ranks up to 4 without `is_causal`. "gather" sends all keys and values to every
+            process, for any rank.
+        backend: for "moments", "cpu" (C++, CPU tensors, rank 1) or "reference" (plain torch in
+            fp64, on the device of the tensors); "auto" takes the first that can. The same in all
+            processes. For "gather", as in `boltzattn.attention`.
 
     All three may be DTensors that are sharded along dimension -2 over one mesh dimension; the
     result is then one, too.
@@ -202,7 +212,7 @@ def explain(
             )
     if side.stages is not None:
         problem = side.call.problem
-        found = _shared_ranges(agreed, problem.scale, group)
+        found = _shared_ranges(agreed, problem, group)
         if not bool((found.ranges[:, LEVEL] < 0).any()):
             moments, query_sums = side.stages.sizes(problem, found.ranges)
             return (
@@ -325,7 +335,8 @@ def _begin(shard: _Shard) -> tuple[_Side, Agreement]:
             # Extents are those of all tokens, whoever sees them.
             problem = _detached(side.call.problem)._replace(is_causal=False)
             side.extents = stages.extents(problem)
-            numbers = _numbers(side.extents)
+            wide = problem.query.shape[-1] > 1
+            numbers = side.extents.flatten() if wide else _numbers(side.extents)
             if shard.is_causal:
                 side.scan_stages = stages
                 wanted = -1.0 if wants_gradients(side.call.problem) else 0.0
@@ -371,15 +382,18 @@ def _facts(shard: _Shard, call: Call) -> dict[str, float]:
 def _take_stages(call: Call) -> tuple[str, Any]:
     """The backend that serves "moments", and its stages."""
     problem, choice = call.problem, call.choice
-    operation = "scan_stages" if problem.is_causal else "stages"
+    rank = problem.query.shape[-1]
+    operation = "tensor_stages" if rank > 1 else "scan_stages" if problem.is_causal else "stages"
     if choice.method == "direct":
         raise ValueError(
             "method must be 'transform' for exchange='moments', got 'direct' by use_method; use "
             "exchange='gather'"
         )
-    if problem.query.shape[-1] != 1:
+    most = 1 if problem.is_causal else MOST_AXES
+    if rank > most:
+        causal = " with is_causal" if problem.is_causal else ""
         raise ValueError(
-            f"query must have rank 1 for exchange='moments', got rank {problem.query.shape[-1]}; "
+            f"query must have rank {most} at most for exchange='moments'{causal}, got rank {rank}; "
             "exchange='gather' takes any rank, at a volume that grows with n"
         )
     try:
@@ -433,10 +447,12 @@ class _SharedRanges:
 
 
 def _shared_ranges(
-    agreed: Agreement, scale: float, group: dist.ProcessGroup | None
+    agreed: Agreement, problem: Problem, group: dist.ProcessGroup | None
 ) -> _SharedRanges:
     """The range of everybody's queries and keys."""
-    processes = dist.get_world_size(group)
+    processes, scale = dist.get_world_size(group), problem.scale
+    if problem.query.shape[-1] > 1:
+        return _shared_tensor_ranges(agreed.numbers, problem, processes)
     ranges, most_in_a_head = [], 0.0
     for t_low, t_high, s_low, s_high, n_q, n_k, regular in agreed.numbers.view(-1, 7).tolist():
         t_min, t_max = sorted((t_low * scale, -t_high * scale))
@@ -458,6 +474,27 @@ def _shared_ranges(
     return _SharedRanges(table.view(-1, len(SharedRange._fields)), int(most_in_a_head))
 
 
+def _shared_tensor_ranges(numbers: Tensor, problem: Problem, processes: int) -> _SharedRanges:
+    """The same for ranks 2 to 4."""
+    rank, scale = problem.query.shape[-1], problem.scale
+    ranges, most_in_a_head = [], 0.0
+    for row in numbers.view(-1, 4 * rank + 3).tolist():
+        t_low, t_high, s_low, s_high = (row[rank * k : rank * (k + 1)] for k in range(4))
+        n_q, n_k, regular = row[4 * rank :]
+        ends = [sorted((a * scale, -b * scale)) for a, b in zip(t_low, t_high, strict=True)]
+        t_min, t_max = ([x[k] for x in ends] for k in range(2))
+        n_k = -n_k * processes
+        most_in_a_head = max(most_in_a_head, n_k)
+        weighed = TOKENS_WEIGHED if n_q < 0 else 0
+        of = TensorRange(t_min, t_max, s_low, [-x for x in s_high], step_of_keys(n_k), weighed, 0)
+        served = regular == 1.0 and shared_layout(of, problem.query.dtype, problem.value.shape[-1])
+        if n_q < 0 and n_k > 0 and not served:
+            of = of._replace(level=-1)
+        ranges.append(of.row)
+    table = torch.tensor(ranges, dtype=torch.float64, device="cpu")
+    return _SharedRanges(table.view(-1, 4 * rank + 3), int(most_in_a_head))
+
+
 @dataclass
 class _Shared:
     """What all processes know after forward, and the local results."""
@@ -469,7 +506,7 @@ class _Shared:
 
 @dataclass
 class _Exchange:
-    """One process's side of a call of rank 1."""
+    """One process's side of a call."""
 
     problem: Problem  # detached
     group: dist.ProcessGroup | None
@@ -479,7 +516,7 @@ class _Exchange:
     def share(self, extents: Tensor | None, agreed: Agreement) -> _Shared | None:
         """Forward; None if a head is not for the transform, which all processes find alike."""
         problem, stages = self.problem, self.stages
-        ranges = _shared_ranges(agreed, problem.scale, self.group).ranges
+        ranges = _shared_ranges(agreed, problem, self.group).ranges
         with without_autocast(problem.query.device.type):
             for _ in range(stages.levels):
                 if bool((ranges[:, LEVEL] < 0).any()):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from boltzattn import distributed
-from boltzattn.dispatch import plan
+from boltzattn.dispatch import native, plan
 from boltzattn.dispatch.backends import Request
 from boltzattn.ops import varlen
 from boltzattn.ops.attention import mask_is_differentiated
-from boltzattn.problem import Starts
+from boltzattn.problem import Problem, Starts
+from boltzattn.transform.tensor import MOST_AXES, TensorReport
 from boltzattn.validation import validate, validate_varlen
+
+MOST_HEADS = 4  # heads that are described one by one
 
 
 def explain(
@@ -77,7 +81,7 @@ def explain(
             enable_gqa=enable_gqa,
             key_padding_mask=key_padding_mask,
             is_causal=is_causal,
-            exchange="moments" if query.shape[-1] == 1 else "gather",
+            exchange="moments" if query.shape[-1] <= (1 if is_causal else MOST_AXES) else "gather",
             backend=backend,
         )
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
@@ -118,7 +122,23 @@ def explain(
         backend,
     )
     problem = call.problem
-    return plan.describe(Request.of(problem, mask_is_differentiated(problem)), call.choice)
+    request = Request.of(problem, mask_is_differentiated(problem))
+    taken = plan.choose(request, call.choice)
+    panels = request.rank > 1 and (taken.method, taken.backend) == ("transform", "cpu")
+    details = _tensor_heads(problem) if panels else []
+    return plan.describe(request, call.choice, details)
+
+
+def _tensor_heads(problem: Problem) -> list[str]:
+    """What the CPU kernels make of heads of rank 2 to 4, in lines."""
+    with torch.no_grad():
+        rows = native.ops.cpu_transform_report(*problem)
+    heads = [TensorReport.of(row, problem.query.shape[-1]) for row in rows.tolist()]
+    lines = [f"head {i}: {head.describe()}" for i, head in enumerate(heads[:MOST_HEADS])]
+    if rest := heads[MOST_HEADS:]:
+        direct = sum(not head.served for head in rest)
+        lines.append(f"{len(rest)} more heads, {direct} of them computed by direct")
+    return lines
 
 
 def _refuse(given: dict[str, bool], function: str, accepted: set[str]) -> None:

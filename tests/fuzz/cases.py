@@ -181,6 +181,9 @@ def draw(seed: int) -> Case:
     temperature = 10.0 ** (rng.uniform(-1, 3) if rng.random() < 0.5 else rng.uniform(-6, 7))
     family = pick(*FAMILIES)
     scored = _score_of(seed, kind, method, derivative, causal)
+    wide_causal = np.random.default_rng((seed, 4))
+    if method == "transform" and causal and not scored.get("alibi") and wide_causal.random() < 0.3:
+        rank = int(wide_causal.choice([2, 2, 3, 4]))
     squared = scored.get("score") == "gaussian"
     if (kind == "layer" or squared) and family in ("denormal", "huge"):
         family = "gaussian"

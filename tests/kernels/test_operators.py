@@ -98,6 +98,10 @@ def test_what_the_transform_does_not_take(changes: dict[str, Any]) -> None:
         ops.cpu_stage_extents(*wide)
     with pytest.raises(RuntimeError, match="is_causal=True"):
         ops.cpu_scan_forward(*problem())
+    slopes = {"is_causal": True, "slopes": ones(2, dtype=torch.float64)}
+    wide = {"query": ones(2, N, 2), "key": ones(2, N, 2)}
+    with pytest.raises(RuntimeError, match="the transform takes ranks up to 1"):
+        ops.cpu_scan_forward(*problem(**wide, **slopes))
 
 
 def test_sequences() -> None:
@@ -128,7 +132,7 @@ def test_sequences() -> None:
             ops.cpu_varlen_forward(*problem(**changes), starts, starts, served, out)
         ops.cpu_varlen_forward(*problem(**changes), starts, starts, ~served & served, out)
     wide = problem(query=ones(2, N, 5), key=ones(2, N, 5))
-    with pytest.raises(RuntimeError, match="the transform takes ranks up to 4, 1 if causal"):
+    with pytest.raises(RuntimeError, match="the transform takes ranks up to 4"):
         ops.cpu_varlen_forward(*wide, starts, starts, served, out)
 
 

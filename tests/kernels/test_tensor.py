@@ -95,6 +95,7 @@ class Case(NamedTuple):
     score: str
     n_q: int
     n_k: int
+    causal: bool = False
 
     def __str__(self) -> str:
         return "-".join(str(x).replace(" ", "_") for x in self)
@@ -114,6 +115,7 @@ def _cases() -> list[Case]:
             "score": ("dot", "gaussian"),
             "n_q": (1, 2, 63, 257),
             "n_k": (1, 2, 65, 300),
+            "causal": (False, True),
         }
     )
     found = []
@@ -140,7 +142,8 @@ def _call(case: Case, dtype: torch.dtype, dv: int = 5) -> tuple[Biased, Tensor, 
         factor = math.sqrt(2 * case.product / (spread(q) * spread(k)))
         q, k = q * factor, k * factor
     bias = BIASES[case.bias](case.n_k)
-    call = Biased(q, k, torch.randn(case.n_k, dv).double(), bias, score=case.score).to(dtype)
+    call = Biased(q, k, torch.randn(case.n_k, dv).double(), bias, score=case.score)
+    call = call._replace(is_causal=case.causal).to(dtype)
     return call, torch.randn(case.n_q, dv).to(dtype), torch.randn(case.n_q).to(dtype)
 
 
@@ -163,10 +166,11 @@ def test_instruction_sets(case: Case, name: str) -> None:
         assert_biased(*_call(case, torch.float32, dv=65), CPU)
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dv", [1, 2, 7, 8, 63, 65, 257, 300])
 @pytest.mark.parametrize("rank", [2, 3, 4])
-def test_widths_of_values(rank: int, dv: int) -> None:
-    case = Case("normal", "normal", "normal", rank, PRODUCTS[rank][1], "dot", 130, 97)
+def test_widths_of_values(rank: int, dv: int, causal: bool) -> None:
+    case = Case("normal", "normal", "normal", rank, PRODUCTS[rank][1], "dot", 130, 97, causal)
     assert_biased(*_call(case, torch.float32, dv), CPU)
 
 
@@ -176,8 +180,55 @@ def test_sizes_around_tiles_and_segments(n: int) -> None:
     assert_biased(*_call(case, torch.float32), CPU)
 
 
-def test_hidden_keys_do_not_count_whatever_they_hold() -> None:
-    call, g, _ = _call(Case("normal", "normal", "none", 2, 20.0, "dot", 90, 120), torch.float32)
+@pytest.mark.parametrize("server", BOTH, ids=str)
+@pytest.mark.parametrize(
+    ("n_q", "n_k"), [(0, 5), (5, 0), (64, 64), (64, 200), (200, 64), (700, 650)]
+)
+def test_causal_sizes_around_chunks(n_q: int, n_k: int, server: Server) -> None:
+    case = Case("normal", "normal", "normal", 2, 5.0, "dot", n_q, n_k, causal=True)
+    assert_biased(*_call(case, torch.float32), server)
+
+
+@pytest.mark.parametrize("server", BOTH, ids=str)
+@pytest.mark.parametrize("order", ["rising", "falling", "inner first", "a late outlier"])
+def test_prefixes_of_keys(order: str, server: Server) -> None:
+    """One layout serves prefixes that are far smaller than the whole."""
+    call, g, h = _call(
+        Case("normal", "normal", "none", 2, 40.0, "dot", 500, 500, True), torch.float32
+    )
+    by = {"rising": call.key[:, 0], "falling": -call.key[:, 0], "inner first": call.key.norm(dim=1)}
+    if order in by:
+        call = call._replace(key=call.key[by[order].argsort()].contiguous())
+    else:
+        call.key[450] *= 3.0
+    assert_biased(call, g, h, server)
+
+
+@pytest.mark.parametrize("steps", ["rising", "falling"])
+def test_biases_that_change_from_chunk_to_chunk(steps: str) -> None:
+    """Sums over earlier keys must neither overflow nor vanish beside later ones."""
+    call, g, h = _call(
+        Case("normal", "normal", "none", 2, 5.0, "dot", 600, 600, True), torch.float32
+    )
+    bias = torch.linspace(0.0, 3000.0, 600)
+    call = call._replace(key_bias=bias if steps == "rising" else bias.flip(0))
+    assert_biased(call, g, h, CPU)
+
+
+def test_a_causal_call_has_chunks() -> None:
+    """The tests above would prove little if all of a head went pair by pair."""
+    q, k, v = torch.randn(1, 700, 2), torch.randn(1, 700, 2), torch.randn(1, 700, 64)
+    report = torch.ops.boltzattn.cpu_transform_report
+    found = report(q, k, v, None, None, None, None, 1.0, 0.0, True, False)[0].tolist()
+    head = layouts.TensorReport.of(found, 2)
+    assert head.served
+    assert head.chunk <= 192
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_hidden_keys_do_not_count_whatever_they_hold(causal: bool) -> None:
+    case = Case("normal", "normal", "none", 2, 20.0, "dot", 90, 120, causal)
+    call, g, _ = _call(case, torch.float32)
     hidden = torch.arange(120) % 4 == 2
     bad = call._replace(
         key=call.key.masked_fill(hidden[:, None], math.nan),
@@ -186,12 +237,26 @@ def test_hidden_keys_do_not_count_whatever_they_hold() -> None:
     found = []
     for one in (call, bad):
         inputs = [x.clone().requires_grad_() for x in (one.query, one.key, one.value)]
-        out = boltzattn.attention(*inputs, key_padding_mask=hidden, scale=1.0, **CPU.ask)
+        out = boltzattn.attention(
+            *inputs, key_padding_mask=hidden, scale=1.0, is_causal=causal, **CPU.ask
+        )
         found.append((out, *torch.autograd.grad(out, inputs, g)))
     for plain, other in zip(*found, strict=True):
         assert torch.equal(plain, other)
     for of_keys in found[0][2:]:
         assert (of_keys[hidden] == 0).all()
+
+
+@pytest.mark.parametrize("server", BOTH, ids=str)
+def test_causal_rows_that_see_no_key(server: Server) -> None:
+    """The first 150 keys are hidden, which is more than a chunk."""
+    call, g, h = _call(
+        Case("normal", "normal", "none", 2, 5.0, "dot", 400, 400, True), torch.float32
+    )
+    bias = torch.where(torch.arange(400) < 150, -math.inf, 0.0)
+    found = assert_biased(call._replace(key_bias=bias), g, h, server)
+    assert (found["out"][:150] == 0).all()
+    assert (found["lse"][:150] == -math.inf).all()
 
 
 def test_no_visible_key() -> None:
@@ -207,8 +272,13 @@ def test_no_visible_key() -> None:
 
 @pytest.mark.parametrize("what", ["query", "key", "value", "key_bias", "grad"])
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_numbers_that_are_not_finite_are_those_of_direct(what: str, number: float) -> None:
-    call, g, h = _call(Case("normal", "normal", "normal", 2, 5.0, "dot", 40, 50), torch.float32)
+@pytest.mark.parametrize("causal", [False, True])
+def test_numbers_that_are_not_finite_are_those_of_direct(
+    causal: bool, what: str, number: float
+) -> None:
+    n = 300 if causal else 40
+    case = Case("normal", "normal", "normal", 2, 5.0, "dot", n, n + 10, causal)
+    call, g, h = _call(case, torch.float32)
     if what == "grad":
         g[3, 1] = number
     else:
@@ -218,9 +288,10 @@ def test_numbers_that_are_not_finite_are_those_of_direct(what: str, number: floa
         assert torch.equal(x, direct[name]) or torch.equal(x.isnan(), direct[name].isnan()), name
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rank", [2, 3])
-def test_threads_do_not_change_bits(rank: int) -> None:
-    case = Case("normal", "normal", "normal", rank, 5.0, "dot", 3000, 2500)
+def test_threads_do_not_change_bits(rank: int, causal: bool) -> None:
+    case = Case("normal", "normal", "normal", rank, 5.0, "dot", 3000, 2500, causal)
     call, g, h = _call(case, torch.float32, dv=9)
     threads, found = torch.get_num_threads(), []
     try:
@@ -234,14 +305,17 @@ def test_threads_do_not_change_bits(rank: int) -> None:
             assert torch.equal(x, other[name]), name
 
 
-def test_heads_with_any_strides() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_with_any_strides(causal: bool) -> None:
     q, k = torch.randn(2, 300, 3, 2).transpose(1, 2), torch.randn(1, 3, 2, 300).transpose(-1, -2)
     v = torch.randn(2, 3, 300, 12)[..., ::2]
-    many = boltzattn.attention(q, k.expand(2, -1, -1, -1), v, **CPU.ask)
+    many = boltzattn.attention(q, k.expand(2, -1, -1, -1), v, is_causal=causal, **CPU.ask)
     for b in range(2):
         for h in range(3):
             one = boltzattn.attention(
-                *(x.contiguous() for x in (q[b, h], k[0, h], v[b, h])), **CPU.ask
+                *(x.contiguous() for x in (q[b, h], k[0, h], v[b, h])),
+                is_causal=causal,
+                **CPU.ask,
             )
             torch.testing.assert_close(many[b, h], one, rtol=0, atol=0)
 
@@ -294,9 +368,16 @@ def test_layouts_of_cpp_are_those_of_python(rank: int, dtype: torch.dtype) -> No
     name = str(dtype).removeprefix("torch.")
     for product in (0.0, 0.3, 4.0, 11.0, 40.0, 200.0):
         t, s = [product + 0.1 * a for a in range(rank)], [1.0] * rank
-        for tokens, dv in ((100, 4), (30_000, 64), (2_000_000, 64)):
-            found = _C.tensor_layout(name, t, s, tokens, dv)
-            layout = layouts.choose_tensor_layout(dtype, t, s, tokens, dv)
+        sizes = (
+            (100, 4, 0),
+            (30_000, 64, 0),
+            (2_000_000, 64, 0),
+            (300, 4, 150),
+            (10**6, 64, 10**5),
+        )
+        for tokens, dv, rows in sizes:
+            found = _C.tensor_layout(name, t, s, tokens, dv, rows)
+            layout = layouts.choose_tensor_layout(dtype, t, s, tokens, dv, rows)
             if layout is None:
                 assert found["nodes"] == 0
                 continue
@@ -304,6 +385,7 @@ def test_layouts_of_cpp_are_those_of_python(rank: int, dtype: torch.dtype) -> No
             assert found["query_panels"] == [axis.panels for axis in layout.query]
             assert found["key_panels"] == [axis.panels for axis in layout.key]
             assert found["cost"] == pytest.approx(layout.cost, rel=1e-12)
+            assert found["chunk"] == layout.chunk
 
 
 @pytest.mark.parametrize("precision", [1e-3, 1e-4, 1e-5])

@@ -382,7 +382,7 @@ Case drawn(const Kernels& kernels, bool transform, int64_t n_q, int64_t n_k) {
     c.is_gaussian = below(3) == 0;
     c.scan = !below(3);
     c.slopes = c.scan && below(2);
-    if (!c.scan && below(2)) {
+    if (!c.slopes && below(2)) {
       c.rank = one_of<int64_t>({2, 2, 3, 4});
       // Cores of more panels take too long under sanitizers.
       c.scale =

@@ -28,9 +28,9 @@ Gradients backward(BOLTZATTN_SAVED_PARAMETERS, BOLTZATTN_PROBLEM_PARAMETERS) {
   return {grad_query, grad_key, grad_value, grad_key_mask, grad_slopes};
 }
 
-// [heads, 7] in the order of TransformReport.
+// [heads, numbers] in the order of TransformReport.
 Tensor transform_report(BOLTZATTN_PROBLEM_PARAMETERS) {
-  const Described one(Takes::kTransform, BOLTZATTN_PROBLEM_ARGUMENTS);
+  const Described one(Takes::kReport, BOLTZATTN_PROBLEM_ARGUMENTS);
   Tensor reports =
       one.view.doubles({one.call.heads, int64_t(sizeof(TransformReport) / sizeof(double))});
   kernels().transform_report(one.call, static_cast<TransformReport*>(reports.data_ptr()));
@@ -56,8 +56,8 @@ std::vector<Sequence> sequences_of(const Described& one, const Tensor& query_sta
   for (int64_t i = 0; i < count; ++i) {
     const int64_t n_q = query[i + 1] - query[i], n_k = key[i + 1] - key[i];
     STD_TORCH_CHECK(n_q >= 0 && n_k >= 0, "boltzattn: starts of sequences must not decrease");
-    STD_TORCH_CHECK(!served[i] || one.call.rank <= (one.call.is_causal ? 1 : kMostAxes),
-                    "boltzattn: the transform takes ranks up to ", kMostAxes, ", 1 if causal");
+    STD_TORCH_CHECK(!served[i] || one.call.rank <= kMostAxes,
+                    "boltzattn: the transform takes ranks up to ", kMostAxes);
     if (served[i]) one.check_dot("the transform of a sequence");
     sequences.push_back({query[i], n_q, key[i], n_k, served[i]});
   }

@@ -22,7 +22,7 @@ struct Sharded : Described {
   int64_t features;
 
   Sharded(BOLTZATTN_PROBLEM_PARAMETERS, BOLTZATTN_SHARD_PARAMETERS)
-      : Described(Takes::kScan, BOLTZATTN_PROBLEM_ARGUMENTS) {
+      : Described(Takes::kShards, BOLTZATTN_PROBLEM_ARGUMENTS) {
     check_dot("a shard");
     STD_TORCH_CHECK(call.n_q == call.n_k, "boltzattn: a shard has as many queries as keys");
     check_layout(nodes, levels, ratio);

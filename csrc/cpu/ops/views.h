@@ -62,7 +62,7 @@ inline Tensor in_huge_pages(Tensor x) {
 }
 
 // Which problems an operator takes.
-enum class Takes { kAll, kTransform, kStages, kScan, kVarlen };
+enum class Takes { kAll, kTransform, kReport, kStages, kScan, kShards, kVarlen };
 
 // A problem, checked and described.
 struct Described {
@@ -75,10 +75,13 @@ struct Described {
     describe(view, p, call);
     if (takes == Takes::kTransform) check_transform(p, false, kMostAxes);
     if (takes == Takes::kStages) check_transform(p, false, 1);
-    if (takes == Takes::kScan) check_transform(p, true, 1);
+    if (takes == Takes::kReport) check_transform(p, call.is_causal && call.rank > 1, kMostAxes);
+    if (takes == Takes::kScan) check_transform(p, true, slopes ? 1 : kMostAxes);
+    if (takes == Takes::kShards) check_transform(p, true, 1);
     STD_TORCH_CHECK(takes != Takes::kVarlen || (!attn_mask && dropout_p == 0),
                     "boltzattn: varlen takes no attn_mask and no dropout");
-    STD_TORCH_CHECK(!slopes || (takes != Takes::kTransform && takes != Takes::kStages),
+    STD_TORCH_CHECK(!slopes || (takes != Takes::kTransform && takes != Takes::kReport &&
+                                takes != Takes::kStages),
                     "boltzattn: the transform takes slopes only with is_causal");
   }
 

@@ -642,6 +642,7 @@ struct ScanBackward {
 
 template <class T>
 void scan_backward(const AttentionGradient& g) {
+  if (g.call.rank > 1) return tensor_backward<T>(g);
   if (g.call.is_biased() && g.call.n_q > 0) return biased_backward<T>(g);
   for_heads(g.call.heads, [&](int64_t h) {
     ScanHead head{g.call, h};

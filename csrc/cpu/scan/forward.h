@@ -247,6 +247,7 @@ struct ScanForward {
 template <class T>
 void scan_forward(const Attention& call) {
   if (call.n_q == 0) return;
+  if (call.rank > 1) return tensor_forward<T>(call);
   if (call.is_biased()) return biased_forward<T>(call);
   for_heads(call.heads, [&](int64_t h) {
     ScanHead head{call, h};

@@ -1,7 +1,8 @@
 // Heads of rank 2 to 4 in linear time; a head that would cost more than over all pairs, or is not
 // served, goes to `direct`. Included inside an ISA's namespace.
 
-// Reads queries and keys; false if a bias or a scale is not for the transform.
+// Reads queries and keys; false if a bias or a scale is not for the transform. Keys that no causal
+// row sees are hidden.
 template <class T, class C>
 static bool read_tokens(TensorHead<T, C>& head) {
   const Attention& call = head.call;
@@ -23,6 +24,8 @@ static bool read_tokens(TensorHead<T, C>& head) {
       if (keys) {
         double* bias = head.key.bias.data + first;
         read_bias(call, head.h, first, end - first, bias, side.state.data + first);
+        for (int64_t j = most(first, call.n_q); call.is_causal && j < end; ++j)
+          side.state.data[j] = TensorTokens::kHidden;
         for (int64_t j = 0; j < end - first; ++j)
           if (!(::fabs(bias[j]) <= kLargestProduct)) __atomic_store_n(&odd, 1, __ATOMIC_RELAXED);
       }
@@ -63,24 +66,28 @@ static bool make_tensor_layout(TensorHead<T, C>& head) {
   bool any = false;
   for (int64_t j = 0; j < call.n_k && !any; ++j) any = head.key.is_plain(j);
   if (!any || call.n_q == 0) return true;
-  double t_most[kMostAxes], s_most[kMostAxes];
-  const double tokens = double(call.n_q + call.n_k);
+  double* t_most = head.t_most;
+  double* s_most = head.s_most;
+  const double n_q = double(call.n_q), n_k = double(call.n_k), tokens = n_q + n_k;
   if (!choose_frame(head.query, head.key, head.frame, t_most, s_most)) return false;
-  head.layout = choose_tensor_layout(dtype, rank, t_most, s_most, tokens, head.dv);
+  head.layout = choose_tensor_layout(dtype, rank, t_most, s_most, tokens, head.dv,
+                                     call.is_causal ? (n_q < n_k ? n_q : n_k) : 0);
   const double direct =
-      tensor_direct_cost(dtype, double(call.n_q) * double(call.n_k), rank, head.dv);
-  double cost = head.layout.cost;
-  if (cost > kApartShare * tokens * kTokenOverhead && least(call.n_q, call.n_k) >= kLeastForApart) {
+      tensor_direct_cost(dtype, visible_pairs(n_q, n_k, call.is_causal), rank, head.dv);
+  double& cost = head.cost;
+  cost = head.layout.cost;
+  head.direct_cost = direct;
+  if (!call.is_causal && cost > kApartShare * tokens * kTokenOverhead &&
+      least(call.n_q, call.n_k) >= kLeastForApart) {
     const Farthest of_query(head.query), of_key(head.key);
-    if (choose_apart(dtype, head.dv, of_query, of_key, t_most, s_most, double(call.n_q),
-                     double(call.n_k), rank, cost < direct ? cost : direct, head.apart)) {
+    if (choose_apart(dtype, head.dv, of_query, of_key, t_most, s_most, n_q, n_k, rank,
+                     cost < direct ? cost : direct, head.apart)) {
       if (!read_tokens(head)) return false;  // as they were before the frame
       of_query.take(head.apart.queries, head.query, head.apart.query);
       of_key.take(head.apart.keys, head.key, head.apart.key);
       if (!choose_frame(head.query, head.key, head.frame, t_most, s_most)) return false;
       head.layout = choose_tensor_layout(dtype, rank, t_most, s_most, tokens, head.dv);
-      const double pairs = double(head.apart.keys) * double(call.n_q) +
-                           double(head.apart.queries) * double(call.n_k);
+      const double pairs = double(head.apart.keys) * n_q + double(head.apart.queries) * n_k;
       cost = head.layout.cost + tensor_direct_cost(dtype, 1.5 * pairs, rank, head.dv);
     }
   }
@@ -108,35 +115,19 @@ static bool make_tensor_layout(TensorHead<T, C>& head) {
   for (int a = 0; a < rank; ++a) head.product += 2 * t_most[a] * s_most[a];
   head.product += most_bias;
   if (!(head.product <= kLargestProduct)) return false;
-  head.query_order.sort(head.query, head.layout.query);
-  head.key_order.sort(head.key, head.layout.key);
   double errors = 1;
   for (int k = 0; k < 2 * rank; ++k) errors *= 1 + tensor_precision(dtype).error;
   head.certificate = rounding_of(dtype, head.product) + 2 * (errors - 1);
   return head.certificate <= tolerance_of(dtype);
 }
 
-template <class T, class C>
-static SeparableCore<C> core_of(const TensorHead<T, C>& head, bool adjoint) {
-  const Axis *query = head.layout.query, *key = head.layout.key;
-  const double keys = double(adjoint ? head.query_order.plain() : head.key_order.plain());
-  return {head.rank,
-          adjoint ? query : key,
-          adjoint ? key : query,
-          adjoint ? head.layout.flat_query : head.layout.flat_key,
-          head.size,
-          tensor_skip(head.call.value.dtype) + 5 * head.layout.kappa * head.rank + ::log(keys),
-          adjoint ? head.key_order : head.query_order,
-          {}};
-}
-
-// Layout, moments and core; whether the head is served.
+// Orders, moments and core; false if a value is not finite.
 template <class T, class C>
 static bool build(TensorHead<T, C>& head, bool slopes) {
-  if (!make_tensor_layout(head)) return false;
-  if (head.layout.nodes == 0) return true;
+  head.query_order.sort(head.query, head.layout.query, 0, head.query.n);
+  head.key_order.sort(head.key, head.layout.key, 0, head.key.n);
   if (!sum_tensor_moments(head)) return false;
-  SeparableCore<C> core = core_of(head, false);
+  SeparableCore<C> core = core_of(head, false, head.key_order.plain());
   core.run(head.moments.data, head.key_log.data, slopes, head.table, head.table_log);
   head.moments.resize(0);
   return true;
@@ -146,14 +137,19 @@ template <class T>
 void tensor_forward(const Attention& call) {
   for_heads(call.heads, [&](int64_t h) {
     TensorHead<T, T> head(call, h);
-    if (!build(head, false)) return direct_forward_heads<T>(call, h, h + 1);
-    if (head.layout.nodes > 0) {
+    bool served = make_tensor_layout(head);
+    if (!served) return direct_forward_heads<T>(call, h, h + 1);
+    if (head.layout.nodes == 0) {
+      for (int64_t i = 0; i < call.n_q; ++i) lse_of(call, h)[i] = -INFINITY;
+      return zero_rows<T>(call.out, h, call.n_q, call.dv);
+    }
+    if (call.is_causal) {
+      served = causal_forward(head);
+    } else if ((served = build(head, false))) {
       evaluate_tensor(head);
       if (head.apart.queries > 0) ApartQueries<T>(call, h, head.apart).forward(call);
-      return;
     }
-    for (int64_t i = 0; i < call.n_q; ++i) lse_of(call, h)[i] = -INFINITY;
-    zero_rows<T>(call.out, h, call.n_q, call.dv);
+    if (!served) direct_forward_heads<T>(call, h, h + 1);
   });
 }
 
@@ -187,7 +183,7 @@ static bool write_gradients(const TensorHead<T, C>& head, const AttentionGradien
   for (int64_t p = 0; p < head.query_order.panels; ++p) log.data[p] = -INFINITY;
   for (int64_t i = 0; i < head.query_order.count; ++i)
     log.data[head.query_order.occupied.data[i]] = -head.table_log.data[i];
-  SeparableCore<C> core = core_of(head, true);
+  SeparableCore<C> core = core_of(head, true, head.query_order.plain());
   core.run(query_moments.data, log.data, true, tables, key_log);
   evaluate_tensor_keys(head, g, tables, key_log.data, add);
   return true;
@@ -197,7 +193,12 @@ template <class T>
 void tensor_backward(const AttentionGradient& g) {
   for_heads(g.call.heads, [&](int64_t h) {
     TensorHead<T, double> head(g.call, h);
-    if (!build(head, true) || !write_gradients(head, g)) direct_backward_heads<T>(g, h, h + 1);
+    bool served = make_tensor_layout(head);
+    if (served && g.call.is_causal && head.layout.nodes > 0)
+      served = causal_backward(head, g);
+    else
+      served = served && (head.layout.nodes == 0 || build(head, true)) && write_gradients(head, g);
+    if (!served) direct_backward_heads<T>(g, h, h + 1);
   });
 }
 
@@ -205,11 +206,22 @@ template <class T>
 void tensor_report(const Attention& call, TransformReport* reports) {
   for_heads(call.heads, [&](int64_t h) {
     TensorHead<T, T> head(call, h);
-    const bool served = build(head, false);
-    double query = 1, key = 1;
-    for (int a = 0; a < head.rank && head.layout.nodes > 0; ++a)
-      query *= head.layout.query[a].panels, key *= head.layout.key[a].panels;
-    const double nodes = double(head.layout.nodes);
-    reports[h] = {double(served), head.certificate, head.product, query, nodes, key, nodes};
+    const TensorLayout& layout = head.layout;
+    TransformReport& report = reports[h];
+    const bool served = make_tensor_layout(head) && (layout.nodes == 0 || build(head, false));
+    const double nodes = double(layout.nodes);
+    report = {double(served), head.certificate, head.product, 1, nodes, 1, nodes};
+    report.apart_queries = double(head.apart.queries);
+    report.apart_keys = double(head.apart.keys);
+    report.cost = head.cost;
+    report.direct_cost = head.direct_cost;
+    report.chunk = double(layout.chunk);
+    for (int a = 0; a < head.rank && layout.nodes > 0; ++a) {
+      report.query_panels *= layout.query[a].panels;
+      report.key_panels *= layout.key[a].panels;
+      report.axis_product[a] = 2 * head.t_most[a] * head.s_most[a];
+      report.axis_query_panels[a] = layout.query[a].panels;
+      report.axis_key_panels[a] = layout.key[a].panels;
+    }
   });
 }

@@ -13,6 +13,8 @@ struct TensorHead {
   TensorTokens query, key;
   Frame frame;
   TensorLayout layout{};
+  double t_most[kMostAxes] = {}, s_most[kMostAxes] = {};  // without the tokens apart
+  double cost = 0, direct_cost = 0;                       // nanoseconds on one thread
   TensorOrder query_order, key_order;
   Apart apart;
   Buffer<T> apart_value;  // [keys apart][size], from the centre of values
@@ -66,22 +68,31 @@ struct TensorHead {
   }
 };
 
-// Sums of a vector's numbers, one for each node: to[node * size] += sum of weight[node][tokens].
+// to[node * size] += sum of weight[node][tokens] times last[tokens], which are 1 if there are none.
 template <class T>
-static void add_weights(int64_t nodes, int64_t tokens, const T* weight, double* to, int64_t size) {
+static void add_weights(int64_t nodes, int64_t tokens, const T* weight, const double* last,
+                        double* to, int64_t size) {
   constexpr int L = kLanes<T>;
   for (int64_t a = 0; a < nodes; ++a) {
-    Vec<T> sum{};
-    for (int64_t i = 0; i < tokens; i += L) sum += load(weight + a * kTile + i);
-    to[a * size] += double(reduce_sum<T>(sum));
+    if (last) {
+      Vec<double> sum{};
+      for (int64_t i = 0; i < tokens; i += kLanes<double>)
+        sum += widened(weight + a * kTile + i) * load(last + i);
+      to[a * size] += reduce_sum<double>(sum);
+    } else {
+      Vec<T> sum{};
+      for (int64_t i = 0; i < tokens; i += L) sum += load(weight + a * kTile + i);
+      to[a * size] += double(reduce_sum<T>(sum));
+    }
   }
 }
 
 // Sums over the tokens of every panel, at all nodes of the axes: grid[nodes][size]. Rows of panels
-// without tokens are left as they are. each(panel, tile, to[nodes of a panel][size]) adds a tile.
-template <class T, class C, class MakeEach>
+// without tokens are left as they are, and what others held before counts times keep[panel] (0 if
+// it is not given). each(panel, tile, to[nodes of a panel][size]) adds a tile.
+template <class T, class C, class G, class MakeEach>
 static void sum_tensor_tiles(const TensorHead<T, C>& head, const TensorOrder& order,
-                             const Axis* axes, C* grid, MakeEach make_each) {
+                             const Axis* axes, G* grid, const double* keep, MakeEach make_each) {
   const int64_t nodes = head.panel_nodes(), size = head.size;
   const Segments segments(order.plain());
   // A panel that begins or ends in another segment is added up later, in order.
@@ -89,11 +100,12 @@ static void sum_tensor_tiles(const TensorHead<T, C>& head, const TensorOrder& or
   Buffer<int64_t> owner(segments.count * 2);
   for (int64_t k = 0; k < segments.count * 2; ++k) owner.data[k] = -1;
   const auto put = [&](int64_t panel, const double* sums, bool add) {
+    const double share = add ? 1 : keep ? keep[panel] : 0;
     for (int64_t b = 0; b < nodes; b += head.layout.nodes) {
-      C* to = grid + head.grid_row(axes, panel, b) * size;
+      G* to = grid + head.grid_row(axes, panel, b) * size;
       const double* from = sums + b * size;
       for (int64_t c = 0; c < head.layout.nodes * size; ++c)
-        to[c] = add ? to[c] + from[c] : from[c];
+        to[c] = G(share != 0 ? double(to[c]) * share + from[c] : from[c]);
     }
   };
   parallel(segments.count, [&](int64_t segment) {
@@ -129,13 +141,13 @@ static void sum_tensor_tiles(const TensorHead<T, C>& head, const TensorOrder& or
 }
 
 // Whether the rows of all panels with tokens hold moderate numbers, NaN not being one.
-template <class T, class C>
+template <class T, class C, class G>
 static bool grid_is_moderate(const TensorHead<T, C>& head, const TensorOrder& order,
-                             const Axis* axes, const C* grid) {
+                             const Axis* axes, const G* grid) {
   int odd = 0;
   parallel(order.count, [&](int64_t i) {
     for (int64_t b = 0; b < head.panel_nodes(); b += head.layout.nodes) {
-      const C* row = grid + head.grid_row(axes, order.occupied.data[i], b) * head.size;
+      const G* row = grid + head.grid_row(axes, order.occupied.data[i], b) * head.size;
       if (!(largest_of(row, head.layout.nodes * head.size) <= kLargestSum))
         __atomic_store_n(&odd, 1, __ATOMIC_RELAXED);
     }
@@ -143,26 +155,59 @@ static bool grid_is_moderate(const TensorHead<T, C>& head, const TensorOrder& or
   return odd == 0;
 }
 
-// exp(bias of a key over that of its panel), for some keys.
-template <class T, class C>
-static void key_factors(const TensorHead<T, C>& head, int64_t panel, const Tile& tile, double* to) {
-  constexpr int L = kLanes<double>;
-  const double log = head.key_log.data[panel];
+// exp(bias of a token + unit), for the tokens of a tile; 0 for its padding.
+static void token_factors(const double* bias, double unit, const Tile& tile, double* to) {
   for (int64_t i = 0; i < kTile; ++i)
-    to[i] = i < tile.tokens ? (head.key.bias.data[tile.order[i]] - log) * kLog2e : 0;
-  for (int64_t i = 0; i < tile.tokens; i += L) store(to + i, exp2_of(load(to + i)));
+    to[i] = i < tile.tokens ? (bias[tile.order[i]] + unit) * kLog2e : -1023.0;
+  for (int64_t i = 0; i < tile.tokens; i += kLanes<double>) store(to + i, exp2_of(load(to + i)));
 }
 
-// Sums of weights times (v - centre, 1) at the key nodes; false if a value is not finite.
+// Adds rows of tokens, measured from a centre, and in column dv their numbers `last` (1 if there
+// are none), times exp(bias of the token - log of its panel).
 template <class T, class C>
-static bool sum_tensor_moments(TensorHead<T, C>& head) {
-  const Attention& call = head.call;
-  const int64_t dv = head.dv, size = head.size;
+struct TokenSums {
+  const TensorHead<T, C>& head;
+  const Matrix& matrix;
+  const T* centre;
+  const double *bias, *log, *last;
+  TensorWeights<T> weights;
+  Buffer<T> block;
+
+  TokenSums(const TensorHead<T, C>& of, const TensorOrder& order, const Matrix& rows, const T* from,
+            const double* biases, const double* logs, const double* numbers)
+      : head(of),
+        matrix(rows),
+        centre(from),
+        bias(biases),
+        log(logs),
+        last(numbers),
+        weights(order, of.layout.nodes),
+        block(kColumns * kTile) {}
+
+  void operator()(int64_t p, const Tile& tile, double* to) {
+    alignas(64) double factor[kTile], of_tile[kTile] = {};
+    token_factors(bias, -log[p], tile, factor);
+    const T* weight = weights.find(p, tile.order, tile.tokens, factor);
+    for_blocks(head.dv, [&](int64_t begin, int64_t width) {
+      const Rows<T> rows = read_rows(matrix, head.h, tile, begin, width, block.data);
+      sum_rows(int(head.panel_nodes()), tile.tokens, width, weight, rows, centre + begin,
+               to + begin, head.size);
+    });
+    for (int64_t i = 0; last && i < tile.tokens; ++i) of_tile[i] = last[tile.order[i]];
+    add_weights(head.panel_nodes(), tile.tokens, weight, last ? of_tile : nullptr, to + head.dv,
+                head.size);
+  }
+};
+
+// The keys from whose values gradients are measured: on every panel the largest bias, and of those
+// with the same one the farthest out.
+template <class T, class C>
+static void find_top_keys(TensorHead<T, C>& head) {
   const TensorOrder& order = head.key_order;
-  head.key_log.resize(order.panels);
   head.key_top.resize(order.panels);
-  for_parts(order.panels, 64, [&](int64_t first, int64_t end) {
-    for (int64_t p = first; p < end; ++p) {
+  for_parts(order.count, 64, [&](int64_t first, int64_t end) {
+    for (int64_t k = first; k < end; ++k) {
+      const int64_t p = order.occupied.data[k];
       double top = -INFINITY, far = -1;
       for (int64_t i = order.start.data[p]; i < order.start.data[p + 1]; ++i) {
         const int32_t token = order.order.data[i];
@@ -175,15 +220,43 @@ static bool sum_tensor_moments(TensorHead<T, C>& head) {
         if (bias > top || (bias == top && norm > far))
           head.key_top.data[p] = token, top = bias, far = norm;
       }
-      head.key_log.data[p] = top;
     }
   });
+}
+
+// Raises log[panel] to the largest bias of a token on the panel.
+static void raise_logs(const TensorOrder& order, const double* bias, double* log) {
+  for_parts(order.count, 64, [&](int64_t first, int64_t end) {
+    for (int64_t k = first; k < end; ++k) {
+      const int64_t p = order.occupied.data[k];
+      for (int64_t i = order.start.data[p]; i < order.start.data[p + 1]; ++i)
+        log[p] = larger_of(log[p], bias[order.order.data[i]]);
+    }
+  });
+}
+
+// Values are measured from that of a plain key; false if it is not finite.
+template <class T, class C>
+static bool find_key_centre(TensorHead<T, C>& head, int64_t key) {
+  head.key_centre.resize(head.size);
+  set_zero(head.key_centre.data, head.size);
+  read_block(head.call.value, head.h, key, 0, 1, head.dv, head.key_centre.data, 0, 1);
+  return all_finite(head.key_centre.data, head.dv);
+}
+
+// Sums of weights times (v - centre, 1) at the key nodes; false if a value is not finite.
+template <class T, class C>
+static bool sum_tensor_moments(TensorHead<T, C>& head) {
+  const Attention& call = head.call;
+  const int64_t dv = head.dv, size = head.size;
+  const TensorOrder& order = head.key_order;
+  find_top_keys(head);
+  head.key_log.resize(order.panels);
+  for (int64_t p = 0; p < order.panels; ++p) head.key_log.data[p] = -INFINITY;
+  raise_logs(order, head.key.bias.data, head.key_log.data);
+  if (!find_key_centre(head, order.order.data[0])) return false;
   Buffer<T> centre(size);
-  set_zero(centre.data, size);
-  read_block(call.value, head.h, order.order.data[0], 0, 1, dv, centre.data, 0, 1);
-  head.key_centre.resize(size);
-  for (int64_t c = 0; c < size; ++c) head.key_centre.data[c] = double(centre.data[c]);
-  if (!all_finite(centre.data, dv)) return false;
+  for (int64_t c = 0; c < size; ++c) centre.data[c] = T(head.key_centre.data[c]);
   head.apart_value.resize(head.apart.keys * size);
   set_zero(head.apart_value.data, head.apart.keys * size);
   for (int64_t j = 0; j < head.apart.keys; ++j) {
@@ -193,25 +266,9 @@ static bool sum_tensor_moments(TensorHead<T, C>& head) {
     for (int64_t c = 0; c < dv; ++c) row[c] -= centre.data[c];
   }
   head.moments.resize(head.grid_rows(head.layout.key) * size);
-  sum_tensor_tiles(head, order, head.layout.key, head.moments.data, [&](int64_t) {
-    struct Each {
-      const TensorHead<T, C>& head;
-      const T* centre;
-      TensorWeights<T> weights;
-      Buffer<T> block;
-      void operator()(int64_t p, const Tile& tile, double* to) {
-        alignas(64) double factor[kTile];
-        key_factors(head, p, tile, factor);
-        const T* weight = weights.find(p, tile.order, tile.tokens, factor);
-        for_blocks(head.dv, [&](int64_t begin, int64_t width) {
-          const Rows<T> rows = read_rows(head.call.value, head.h, tile, begin, width, block.data);
-          sum_rows(int(head.panel_nodes()), tile.tokens, width, weight, rows, centre + begin,
-                   to + begin, head.size);
-        });
-        add_weights(head.panel_nodes(), tile.tokens, weight, to + head.dv, head.size);
-      }
-    };
-    return Each{head, centre.data, {order, head.layout.nodes}, Buffer<T>(kColumns * kTile)};
+  sum_tensor_tiles(head, order, head.layout.key, head.moments.data, nullptr, [&](int64_t) {
+    return TokenSums<T, C>(head, order, call.value, centre.data, head.key.bias.data,
+                           head.key_log.data, nullptr);
   });
   return grid_is_moderate(head, order, head.layout.key, head.moments.data);
 }
@@ -364,6 +421,12 @@ static double lse_offset(const TensorHead<T, C>& head, int64_t token) {
   return sum;
 }
 
+// log(exp(a) + exp(b)) for finite a; b may be -inf.
+static double log_of_sum(double a, double b) {
+  const double top = larger_of(a, b);
+  return top + ::log(::exp(a - top) + ::exp(b - top));
+}
+
 // Which of the panels with queries panel p is.
 static int64_t index_of(const TensorOrder& order, int64_t p) {
   int64_t low = 0, high = order.count - 1;
@@ -374,20 +437,21 @@ static int64_t index_of(const TensorOrder& order, int64_t p) {
   return low;
 }
 
-// out and lse of all plain queries.
-template <class T, class C>
+// out and lse of all plain queries in the order. kMerge: out and lse hold those over other keys,
+// and become those over all.
+template <bool kMerge = false, class T, class C>
 static void evaluate_tensor(const TensorHead<T, C>& head) {
   const Attention& call = head.call;
   const int64_t dv = head.dv, lines = head.lines();
   const TensorOrder& order = head.query_order;
   const Segments segments(order.plain());
-  const Write write = choose_write<T>(call.out, head.h, call.n_q, dv);
+  const Write write = kMerge ? Write::kStore : choose_write<T>(call.out, head.h, call.n_q, dv);
   double* lse = lse_of(call, head.h);
   parallel(segments.count, [&](int64_t segment) {
     constexpr int L = kLanes<T>;
     PanelTables<T, C> table(head, false);
     TensorWeights<T> weights(order, head.layout.nodes, head.apart.keys);
-    Buffer<T> block(kColumns * kTile), centre(head.size);
+    Buffer<T> block(kColumns * kTile), others(kMerge ? kColumns * kTile : 0), centre(head.size);
     for_tensor_tiles(order, segments, segment, [&](int64_t p, bool first, const Tile& tile) {
       if (first) {
         pause_point();
@@ -404,19 +468,39 @@ static void evaluate_tensor(const TensorHead<T, C>& head) {
       for (int64_t i = 0; i < kTile; ++i) log_z[i] = i < tile.tokens ? double(z[i]) : 1;
       for (int64_t i = 0; i < tile.tokens; i += kLanes<double>)
         store(log_z + i, log_of(load(log_z + i)));
+      T own[kTile], other[kTile];  // shares of these keys and of the others
       for (int64_t i = 0; i < tile.tokens; ++i) {
         inverse[i] = 1 / z[i];
-        lse[tile.order[i]] = log_z[i] + (table.log + shift[i]) + lse_offset(head, tile.order[i]);
+        double& of_row = lse[tile.order[i]];
+        const double found = log_z[i] + (table.log + shift[i]) + lse_offset(head, tile.order[i]);
+        if constexpr (kMerge) {
+          const double all = log_of_sum(found, of_row);
+          own[i] = T(::exp(found - all));
+          other[i] = T(::exp(of_row - all));
+          inverse[i] *= own[i];
+          of_row = all;
+        } else {
+          of_row = found;
+        }
       }
       for_blocks(dv, [&](int64_t begin, int64_t width) {
+        Rows<T> rows{};
+        if constexpr (kMerge) rows = read_rows(call.out, head.h, tile, begin, width, others.data);
         write_rows(call.out, head.h, tile, begin, width, write, block.data,
                    [&](auto finish) BOLTZATTN_INLINED {
                      spread_table(int(lines), tile.tokens, width, weight,
                                   table.wide[0].data + begin, table.width,
                                   [&](int v, int i, auto& sum) BOLTZATTN_INLINED {
                                     int64_t c = begin + v * L;
-                                    for (auto& x : sum)
-                                      x = x * inverse[i] + load(centre.data + c), c += L;
+                                    for (auto& x : sum) {
+                                      x *= inverse[i];
+                                      if constexpr (kMerge)
+                                        x += load(centre.data + c) * own[i] +
+                                             load(rows[i] + c - begin) * other[i];
+                                      else
+                                        x += load(centre.data + c);
+                                      c += L;
+                                    }
                                     finish(v, i, sum);
                                   });
                    });
@@ -536,12 +620,7 @@ struct QueryGradients {
       write_turned(head, head.frame.inverse, dt, head.call.is_gaussian ? of_lse[i] : 0, head.factor,
                    head.call.query, tile.order[i], g.grad_query);
     }
-    for (int64_t b = 0; b < table.nodes; ++b) {
-      Vec<double> sum{};
-      for (int64_t i = 0; i < padded; i += kLanes<double>)
-        sum += widened(scaled.data + b * kTile + i) * load(last + i);
-      to[b * head.size + dv] += reduce_sum<double>(sum);
-    }
+    add_weights(table.nodes, padded, scaled.data, last, to + dv, head.size);
     for (int64_t j = 0; j < head.apart.keys; ++j) {
       const T* own = scaled.data + (table.nodes + j) * kTile;
       double* to_logit = apart.of_logits(segment) + j * (1 + rank);
@@ -572,7 +651,7 @@ template <class T, class C>
 static void sum_tensor_gradients(const TensorHead<T, C>& head, const AttentionGradient& g, C* grid,
                                  ApartSums& apart) {
   const TensorOrder& order = head.query_order;
-  sum_tensor_tiles(head, order, head.layout.query, grid,
+  sum_tensor_tiles(head, order, head.layout.query, grid, nullptr,
                    [&](int64_t segment) { return QueryGradients<T, C>(head, g, apart, segment); });
   // Column dv goes with values measured from the panel's; make it the centre of all values.
   const int64_t nodes = head.panel_nodes(), dv = head.dv, size = head.size;
@@ -659,10 +738,7 @@ static void evaluate_tensor_keys(const TensorHead<T, C>& head, const AttentionGr
           }
       }
       alignas(64) double factor[kTile];
-      for (int64_t i = 0; i < kTile; ++i)
-        factor[i] = i < tile.tokens ? (head.key.bias.data[tile.order[i]] + unit) * kLog2e : -1023.0;
-      for (int64_t i = 0; i < tile.tokens; i += kLanes<double>)
-        store(factor + i, exp2_of(load(factor + i)));
+      token_factors(head.key.bias.data, unit, tile, factor);
       const T* weight = weights.find(p, tile.order, tile.tokens, factor);
       double found[kMostTables][kTile] = {};
       for_blocks(dv, [&](int64_t begin, int64_t width) {
@@ -688,4 +764,20 @@ static void evaluate_tensor_keys(const TensorHead<T, C>& head, const AttentionGr
     });
     if (write == Write::kStream) stream_end();
   });
+}
+
+// From the key nodes to the panels with queries, or, for the adjoint, from the query nodes to those
+// with keys; tokens: how many the source's sums are over.
+template <class T, class C>
+static SeparableCore<C> core_of(const TensorHead<T, C>& head, bool adjoint, int64_t tokens) {
+  const Axis *query = head.layout.query, *key = head.layout.key;
+  return {head.rank,
+          adjoint ? query : key,
+          adjoint ? key : query,
+          adjoint ? head.layout.flat_query : head.layout.flat_key,
+          head.size,
+          tensor_skip(head.call.value.dtype) + 5 * head.layout.kappa * head.rank +
+              ::log(double(tokens)),
+          adjoint ? head.key_order : head.query_order,
+          {}};
 }

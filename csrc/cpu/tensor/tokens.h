@@ -1,10 +1,12 @@
 // The tokens of a head of rank 2 to 4 in the order of their panels, and their weights on the nodes.
 // Included inside an ISA's namespace.
 
-// Tokens ordered by panel. Tokens that are not plain come after the last panel.
+// Some tokens, first .. first + n, ordered by panel. Tokens that are not plain come after the last
+// panel.
 struct TensorOrder {
   const TensorTokens* tokens = nullptr;
   const Axis* axis = nullptr;
+  int64_t first = 0, n = 0;
   int64_t panels = 1;        // of all axes
   Buffer<int32_t> panel;     // [n]
   Buffer<int32_t> order;     // [n + kTile]
@@ -12,39 +14,44 @@ struct TensorOrder {
   Buffer<int32_t> occupied;  // panels with tokens
   int64_t count = 0;         // of these
 
-  void sort(const TensorTokens& of, const Axis* axes) {
+  void sort(const TensorTokens& of, const Axis* axes, int64_t begin, int64_t end) {
     tokens = &of;
     axis = axes;
+    first = begin;
+    n = end - begin;
     const int rank = of.rank;
     panels = 1;
     for (int a = 0; a < rank; ++a) panels *= axes[a].panels;
-    panel.resize(of.n);
-    order.resize(of.n + kTile);
+    panel.resize(n);
+    order.resize(n + kTile);
     start.resize(panels + 2);
-    for_parts(of.n, kChunk, [&](int64_t first, int64_t end) {
-      for (int64_t i = first; i < end; ++i) {
+    for_parts(n, kChunk, [&](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; ++i) {
         int64_t at = 0;
         for (int a = 0; a < rank; ++a) {
-          const double f = (of.at.data[i * rank + a] - axes[a].origin) * (0.5 / axes[a].half);
+          const double x = of.at.data[(first + i) * rank + a];
+          const double f = (x - axes[a].origin) * (0.5 / axes[a].half);
           const double last = axes[a].panels - 1;
           at = at * axes[a].panels + int64_t(f > 0 ? f < last ? f : last : 0);
         }
-        panel.data[i] = int32_t(of.is_plain(i) ? at : panels);
+        panel.data[i] = int32_t(of.is_plain(first + i) ? at : panels);
       }
     });
     set_zero(start.data, panels + 2);
-    for (int64_t i = 0; i < of.n; ++i) ++start.data[panel.data[i]];
+    for (int64_t i = 0; i < n; ++i) ++start.data[panel.data[i]];
     int32_t sum = 0;
     for (int64_t p = 0; p < panels + 2; ++p) sum += start.data[p], start.data[p] = sum;
-    for (int64_t k = of.n; k < of.n + kTile; ++k) order.data[k] = 0;
-    for (int64_t i = of.n - 1; i >= 0; --i) order.data[--start.data[panel.data[i]]] = int32_t(i);
+    for (int64_t k = n; k < n + kTile; ++k) order.data[k] = 0;
+    for (int64_t i = n - 1; i >= 0; --i)
+      order.data[--start.data[panel.data[i]]] = int32_t(first + i);
     occupied.resize(panels);
     count = 0;
     for (int64_t p = 0; p < panels; ++p)
       if (start.data[p + 1] > start.data[p]) occupied.data[count++] = int32_t(p);
   }
   int64_t plain() const { return start.data[panels]; }
-  int64_t rest() const { return tokens->n - plain(); }
+  int64_t rest() const { return n - plain(); }
+  int64_t panel_of(int64_t token) const { return panel.data[token - first]; }
   void centre(int64_t p, double* to) const {
     for (int a = tokens->rank - 1; a >= 0; --a) {
       to[a] = tensor_centre(axis[a], p % axis[a].panels);
@@ -147,7 +154,7 @@ static void for_tensor_tiles(const TensorOrder& order, const Segments& segments,
                              Visit visit) {
   const int64_t begin = segments.begin(segment), end = segments.begin(segment + 1);
   if (begin >= end) return;
-  int64_t p = order.panel.data[order.order.data[begin]];
+  int64_t p = order.panel_of(order.order.data[begin]);
   for (int64_t i = begin; i < end;) {
     while (order.start.data[p + 1] <= i) ++p;
     const int64_t stop = least(end, order.start.data[p + 1]);

@@ -13,6 +13,7 @@ namespace boltzattn::BOLTZATTN_ISA {
 #include "cpu/tensor/core.h"
 #include "cpu/tensor/apart.h"
 #include "cpu/tensor/passes.h"
+#include "cpu/tensor/causal.h"
 #include "cpu/tensor/entry.h"
 
 BOLTZATTN_OFFER(tensor_forward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from boltzattn.compose.biased_table import BiasedTable, Bounds
 from boltzattn.compose.plain_table import PlainTable
 from boltzattn.problem import DTYPES, SCORES, accumulate_dtype
+from boltzattn.transform.tensor import MOST_AXES
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,25 +35,28 @@ def _without_gradients(method: Callable[P, R]) -> Callable[P, R]:
 class StreamingAttention:
     """Exact attention over all keys and values appended so far, in memory that does not grow.
 
-    Rank 1. The state is a table over nodes of the query axis, which is all that a query needs to
+    The state is a table over nodes of the query axis, which is all that a query needs to
     know of the keys (docs/transform.md, "a scan"). Queries must stay within `query_bound`. Results
     obey the error bounds of `attention`. There are no gradients.
 
     Plain dot scores take keys of any range: if it grows, nodes are added. Their state has about a
-    hundred nodes. A stream with `key_bound` also takes a bias per key, ALiBi and Gaussian scores;
-    its state grows with `query_bound * key_bound`.
+    hundred nodes. A stream with `key_bound` also takes a bias per key, ALiBi, Gaussian scores and
+    ranks up to 4; its state grows with the product of `query_bound * key_bound` over the axes.
 
     Args:
         num_heads: the leading shape, a number of heads or `(batch, num_heads)`.
         head_dim: width of the values.
         query_bound: the largest magnitude of a query; a query beyond it raises. The state grows
-            with the logarithm of `query_bound` times the range of the keys.
-        scale: factor on the logits; default 1, as in `attention` at rank 1.
+            with the logarithm of `query_bound` times the range of the keys. At rank 2 to 4 of any
+            coordinate, or a bound for each.
+        scale: factor on the logits; default as in `attention`: `1 / sqrt(rank)`, or 1 for Gaussian
+            scores.
         score: "dot", or "gaussian" for logits `-scale / 2 (q - k)^2`.
         alibi_slopes: `[num_heads]` or `[batch, num_heads]`; adds `slope * (j - i)` to the logits,
             where i is the last token. It is the same for all queries.
-        key_bound: the largest magnitude of a key; a key beyond it raises. Required for Gaussian
-            scores, ALiBi and `key_bias`.
+        key_bound: the largest magnitude of a key, as `query_bound`; a key beyond it raises.
+            Required for Gaussian scores, ALiBi, `key_bias` and ranks above 1.
+        rank: width of queries and keys, 1 to 4.
         dtype: of keys, values, queries and results; the state is fp64.
         device: where the state lives.
 
@@ -69,12 +73,13 @@ class StreamingAttention:
         self,
         num_heads: int | tuple[int, ...],
         head_dim: int,
-        query_bound: float,
+        query_bound: float | Sequence[float],
         *,
-        scale: float = 1.0,
+        scale: float | None = None,
         score: str = "dot",
         alibi_slopes: Tensor | None = None,
-        key_bound: float | None = None,
+        key_bound: float | Sequence[float] | None = None,
+        rank: int = 1,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -85,26 +90,29 @@ class StreamingAttention:
             )
         if not (isinstance(head_dim, int) and head_dim >= 1):
             raise ValueError(f"head_dim must be an integer of at least 1, got {head_dim!r}")
-        for name, bound in (("query_bound", query_bound), ("key_bound", key_bound)):
-            if bound is not None and not (0 < bound < math.inf):
-                raise ValueError(f"{name} must be a positive finite number, got {bound}")
+        if not (isinstance(rank, int) and 1 <= rank <= MOST_AXES):
+            raise ValueError(f"rank must be a number from 1 to {MOST_AXES}, got {rank!r}")
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
         if score not in SCORES:
             raise ValueError(f"score must be 'dot' or 'gaussian', got {score!r}")
         is_gaussian = score == "gaussian"
+        if scale is None:
+            scale = 1.0 if is_gaussian else 1.0 / math.sqrt(rank)
         if not math.isfinite(scale) or (is_gaussian and scale <= 0):
             kind = "positive" if is_gaussian else "finite"
             raise ValueError(f"scale must be a {kind} number, got {scale}")
-        if dtype not in DTYPES:
-            raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
-        if key_bound is None and (is_gaussian or alibi_slopes is not None):
-            asked = "score='gaussian'" if is_gaussian else "alibi_slopes"
+        if key_bound is None and (is_gaussian or alibi_slopes is not None or rank > 1):
+            asked = f"rank {rank}" if rank > 1 else "alibi_slopes"
+            asked = "score='gaussian'" if is_gaussian else asked
             raise ValueError(
                 f"key_bound must be given with {asked}: the size of the state follows from the "
                 "largest |query| and the largest |key|"
             )
         self.lead, self.head_dim, self.dtype = lead, head_dim, dtype
-        self.query_bound, self.scale, self.score = _bound(query_bound, dtype), float(scale), score
-        self.key_bound = None if key_bound is None else _bound(key_bound, dtype)
+        self.rank, self.scale, self.score = rank, float(scale), score
+        self.query_bound = _bound("query_bound", query_bound, rank, dtype)
+        self.key_bound = None if key_bound is None else _bound("key_bound", key_bound, rank, dtype)
         self.alibi_slopes = _checked_slopes(alibi_slopes, lead)
         # Tensors name their device with its index.
         self.device = torch.empty(0, device=device).device
@@ -114,7 +122,7 @@ class StreamingAttention:
     def _new_table(self) -> PlainTable | BiasedTable:
         if self.key_bound is None:
             return PlainTable(
-                self.lead, self.head_dim, self.query_bound, self.scale, self.dtype, self.device
+                self.lead, self.head_dim, self.query_bound[0], self.scale, self.dtype, self.device
             )
         return BiasedTable(
             self.lead,
@@ -140,7 +148,7 @@ class StreamingAttention:
         """Take in tokens, which are not kept. If it raises, nothing has been appended.
 
         Args:
-            key: `[*num_heads, n, 1]`; any n, also 1.
+            key: `[*num_heads, n, rank]`; any n, also 1.
             value: `[*num_heads, n, head_dim]`.
             key_bias: broadcastable to `[*num_heads, n]`, added to all logits of a key; -inf hides
                 it.
@@ -157,11 +165,11 @@ class StreamingAttention:
         Before the first token: zeros, and lse -inf.
 
         Args:
-            query: `[*num_heads, n_q, 1]`.
+            query: `[*num_heads, n_q, rank]`.
             return_lse: also return the log-sum-exp `[*num_heads, n_q]`, fp64 for fp64 and fp32
                 else, for `boltzattn.merge`.
         """
-        self._check("query", query, (*self.lead, _tokens(query), 1))
+        self._check("query", query, (*self.lead, _tokens(query), self.rank))
         out, lse = self._table.query(query)
         return (out, lse.to(accumulate_dtype(self.dtype))) if return_lse else out
 
@@ -177,7 +185,7 @@ class StreamingAttention:
             query: as of `query`.
             key, value, key_bias: as of `append`.
         """
-        self._check("query", query, (*self.lead, _tokens(query), 1))
+        self._check("query", query, (*self.lead, _tokens(query), self.rank))
         n, bias = self._check_tokens(key, value, key_bias)
         if n == 0:
             return self._table.query(query)[0]
@@ -212,6 +220,7 @@ class StreamingAttention:
             "head_dim": self.head_dim,
             "query_bound": self.query_bound,
             "scale": self.scale,
+            "rank": self.rank,
             "score": self.score,
             "alibi_slopes": None if slopes is None else slopes.tolist(),
             "key_bound": self.key_bound,
@@ -251,7 +260,7 @@ class StreamingAttention:
     ) -> tuple[int, tuple[Tensor, ...]]:
         """The number of tokens, and their bias if there is one."""
         n = _tokens(key)
-        self._check("key", key, (*self.lead, n, 1))
+        self._check("key", key, (*self.lead, n, self.rank))
         self._check("value", value, (*self.lead, n, self.head_dim))
         if key_bias is None:
             return n, ()
@@ -274,7 +283,7 @@ class StreamingAttention:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.shape != shape:
-            width = "head_dim" if name == "value" else "1"
+            width = "head_dim" if name == "value" else "rank"
             raise ValueError(
                 f"{name} must have shape [*num_heads, n, {width}] = {list(shape)}, "
                 f"got {list(x.shape)}"
@@ -286,10 +295,20 @@ class StreamingAttention:
             )
 
 
-def _bound(bound: float, dtype: torch.dtype) -> float:
-    """The bound, or what a token that was clamped to it holds in this precision."""
-    rounded = float(torch.tensor(bound, dtype=dtype, device="cpu"))
-    return max(float(bound), rounded) if rounded < math.inf else float(bound)
+def _bound(
+    name: str, bound: float | Sequence[float], rank: int, dtype: torch.dtype
+) -> tuple[float, ...]:
+    """The bound of every axis, or what a token that was clamped to it holds in this precision."""
+    bounds = tuple(bound) if isinstance(bound, Sequence) else (bound,) * rank
+    if len(bounds) != rank:
+        raise ValueError(
+            f"{name} must be a number or have one for each of {rank} axes, got {bound}"
+        )
+    if not all(0 < x < math.inf for x in bounds):
+        raise ValueError(f"{name} must be a positive finite number, got {bound}")
+    rounded = torch.tensor(bounds, dtype=dtype, device="cpu").tolist()
+    pairs = zip(bounds, rounded, strict=True)
+    return tuple(max(float(x), y) if y < math.inf else float(x) for x, y in pairs)
 
 
 def _tokens(x: Tensor) -> int:

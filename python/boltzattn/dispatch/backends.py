@@ -33,6 +33,7 @@ from boltzattn.reference import scan as reference_scan
 from boltzattn.reference import scan_stages as reference_scan_stages
 from boltzattn.reference import stages as reference_stages
 from boltzattn.reference import stream as reference_stream
+from boltzattn.reference import tensor_stages as reference_tensor_stages
 from boltzattn.reference import transform as reference_transform
 from boltzattn.transform.scan_shards import ScanStages
 from boltzattn.transform.stages import Stages
@@ -94,8 +95,7 @@ def _anything(request: Request) -> list[str]:
 def _rank_one_why_not(request: Request) -> list[str]:
     reasons = []
     if request.rank != 1:
-        causal = " with is_causal=True" if request.is_causal else ""
-        reasons.append(f"transform needs rank 1{causal}, got rank {request.rank}")
+        reasons.append(f"transform needs rank 1 here, got rank {request.rank}")
     return reasons + _masks_why_not(request)
 
 
@@ -103,6 +103,8 @@ def _transform_why_not(request: Request) -> list[str]:
     reasons = []
     if request.rank > MOST_AXES:
         reasons.append(f"transform takes ranks up to {MOST_AXES}, got rank {request.rank}")
+    if request.rank > 1 and request.slopes and request.is_causal:
+        reasons.append(f"transform takes alibi_slopes only at rank 1, got rank {request.rank}")
     return reasons + _masks_why_not(request)
 
 
@@ -130,12 +132,13 @@ OPERATIONS = {
     "direct": Operation("attention over all pairs, any rank"),
     "dense": Operation("the gradient of attn_mask (detach() it, or take backend 'reference')"),
     "transform": Operation("attention of rank 1 to 4 in linear time", _transform_why_not),
-    "scan": Operation("the transform with `is_causal`, rank 1, in one pass", _rank_one_why_not),
+    "scan": Operation("the transform with `is_causal`, rank 1 to 4", _transform_why_not),
     "varlen": Operation("all sequences of `attention_varlen` in one kernel"),
     "layer": Operation("`self_attention` projected at the nodes", _rank_one_why_not),
     "small_layer": Operation("`self_attention` of few tokens in one kernel"),
     "project": Operation("rank-1 queries and keys of a layer in one pass"),
     "stages": Operation("the transform in stages, for `distributed`", _rank_one_why_not),
+    "tensor_stages": Operation("the same for ranks 2 to 4", _transform_why_not),
     "scan_stages": Operation(
         "the scan in stages, for causal calls of `distributed`", _rank_one_why_not
     ),
@@ -336,6 +339,7 @@ BACKENDS: dict[str, Backend] = {
                     lambda: Kernels(*_by_torch(reference_scan.forward, reference_scan.backward))
                 ),
                 "stages": Implementation(lambda: Stages(1, *reference_stages.STAGES)),
+                "tensor_stages": Implementation(lambda: Stages(1, *reference_tensor_stages.STAGES)),
                 "scan_stages": Implementation(lambda: ScanStages(*reference_scan_stages.STAGES)),
                 "stream": Implementation(
                     lambda: StreamKernels(

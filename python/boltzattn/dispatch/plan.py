@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -68,11 +69,6 @@ def transform_cost(
 ) -> float:
     """Nanoseconds of the transform, forward; of a scan if the call is causal."""
     cost = costs or _costs(request.device)
-    if request.is_causal:
-        token = cost.scan_token + cost.scan_token_column * request.dv
-        if is_biased(request):
-            token *= BIASED_SCAN
-        return request.heads * ((head or SCAN_HEAD) + token * request.n_q)
     if request.rank > 1:
         # What B is, only the data say. The kernels ask them, and compute a head for which `direct`
         # is faster by that.
@@ -82,8 +78,14 @@ def transform_cost(
             [1.0] * request.rank,
             request.n_q + request.n_k,
             request.dv,
+            min(request.n_q, request.n_k) if request.is_causal else 0,
         )
         return math.inf if layout is None else request.heads * ((head or 0.0) + layout.cost)
+    if request.is_causal:
+        token = cost.scan_token + cost.scan_token_column * request.dv
+        if is_biased(request):
+            token *= BIASED_SCAN
+        return request.heads * ((head or SCAN_HEAD) + token * request.n_q)
     if request.key_bias or request.gaussian:
         token = cost.lookup_token + cost.lookup_token_column * request.dv
         tokens = request.n_q + request.n_k
@@ -254,24 +256,28 @@ def _why_not_taken(other: Choice, taken: Plan, asked: Choice) -> str:
     return "would be slower" if other.method != taken.method else f"comes after {taken.backend}"
 
 
-def describe(request: Request, choice: Choice) -> str:
-    """The plan of a call in words, with every alternative and why it was not taken."""
-    taken = choose(request, choice)
+def describe(request: Request, choice: Choice, details: Sequence[str] = ()) -> str:
+    """The plan of a call in words, with every alternative and why it was not taken.
+
+    details: lines about what the kernels find in the data.
+    """
+    taken, rank_one = choose(request, choice), request.rank == 1
     lines = [
         f"method {taken.method}, backend {taken.backend}",
         f"  {request.heads} heads, n_q {request.n_q}, n_k {request.n_k}, rank {request.rank}, "
         f"dv {request.dv}, {str(request.dtype).removeprefix('torch.')} on {request.device}",
     ]
-    if taken.method == "transform" and request.is_causal and is_biased(request):
+    if taken.method == "transform" and rank_one and request.is_causal and is_biased(request):
         lines.append(
             "  its time depends on max|scale q| (max k - min k), taken to be "
             f"{BIASED_SCAN_PRODUCT}; heads above about 180 are computed by direct"
         )
-    if taken.method == "transform" and request.rank > 1:
+    if taken.method == "transform" and not rank_one:
         lines.append(
-            "  its time depends on the range of the logits along every axis; heads that direct "
+            "  its time depends on B, the range of the logits along every axis; heads that direct "
             "computes faster are computed by direct"
         )
+    lines += [f"  {line}" for line in details]
     lines.append("not taken:")
     here = [name for name, backend in BACKENDS.items() if backend.serves(request.device)]
     for method in METHODS:

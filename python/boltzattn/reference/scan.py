@@ -1,5 +1,7 @@
 """Causal attention of rank 1 in one pass, in plain torch and fp64, head by head.
 
+Heads of rank 2 to 4 are those of `tensor`.
+
 On a panel of the query axis exp(t s) = sum_a l_a(t) exp(t_a s), so all that later rows need to know
 of earlier keys is the table sum_j exp(t_a (s_j - end)) (v_j, 1) at the nodes t_a. docs/transform.md
 derives it. Rows of a chunk see the keys of their own chunk pair by pair, and earlier ones by the
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from boltzattn.problem import Gradients, OutputGradients, Problem, Saved
-from boltzattn.reference import direct
+from boltzattn.reference import direct, transform
 from boltzattn.reference.head import put_head
 from boltzattn.transform.scan_layout import ScanLayout, make_scan_layout
 
@@ -264,6 +266,8 @@ def _heads(problem: Problem) -> Iterator[tuple[tuple[int, ...], Problem]]:
 
 def forward(problem: Problem) -> Saved:
     query = problem.query
+    if query.shape[-1] > 1:
+        return transform.forward(problem)
     out = query.new_zeros(*query.shape[:-1], problem.value.shape[-1])
     lse = query.new_full(query.shape[:-1], -math.inf, dtype=torch.float64)
     for index, one in _heads(problem):
@@ -278,6 +282,8 @@ def forward(problem: Problem) -> Saved:
 
 def backward(grads: OutputGradients, saved: Saved, problem: Problem) -> Gradients:
     """`saved` is not read: half precision has lost what gradients need."""
+    if problem.query.shape[-1] > 1:
+        return transform.backward(grads, saved, problem)
     found = problem.new_gradients("new_zeros")
     for index, one in _heads(problem):
         head = Head(one)

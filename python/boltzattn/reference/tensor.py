@@ -44,11 +44,16 @@ class Frame(NamedTuple):
 
     @property
     def t_most(self) -> list[float]:
-        return self.t.abs().amax(0).tolist()
+        return _largest(self.t)
 
     @property
     def s_most(self) -> list[float]:
-        return self.s.abs().amax(0).tolist()
+        return _largest(self.s)
+
+
+def _largest(x: Tensor) -> list[float]:
+    """The largest |x| on every axis."""
+    return x.abs().amax(0).tolist() if len(x) else [0.0] * x.shape[1]
 
 
 def _diagonalising(t: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,6 +204,8 @@ class TensorHead:
         self.v = problem.value.detach()[kept].double()
         self.rank, self.dv = self.q.shape[1], self.v.shape[1]
         self.skip = SKIP[problem.query.dtype] + 5 * layout.kappa * self.rank
+        # On which axes all queries, all keys are in the middle.
+        self.flat_query, self.flat_key = ([x == 0 for x in y] for y in (at.t_most, at.s_most))
 
     @cached_property
     def queries(self) -> TensorTokens:
@@ -222,8 +229,8 @@ class TensorHead:
             own = (self.at.bias[j] - self.key_log[p]).exp()[:, None]
             columns = torch.cat([self.v[j] - self.v[0], torch.ones_like(own)], 1) * own
             moments[p] += weight.T @ columns
-        skip, flat = self.skip + math.log(len(self.v)), [x == 0 for x in self.at.s_most]
-        return core(moments, self.key_log, self.layout.key, self.layout.query, skip, flat)
+        skip = self.skip + math.log(len(self.v))
+        return core(moments, self.key_log, self.layout.key, self.layout.query, skip, self.flat_key)
 
     def _panel(self, p: int) -> tuple[Tensor, Tensor, Tensor]:
         """Tables of a query panel from its own value and mean key; both [dv], [rank]."""
@@ -242,8 +249,7 @@ class TensorHead:
             n, z = (weight @ table[:, 0]).split([self.dv, 1], 1)
             out[i] = n / z + value + self.v[0]
             lse[i] = z.squeeze(1).log() + self.at_nodes.log[p]
-        lse += (self.at.t + self.at.t_middle) @ self.at.s_middle
-        return out, lse - 0.5 * self.q.square().sum(1) if self.gaussian else lse
+        return out, self.add_offsets(lse)
 
     def backward(self, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gradients of query, key, value and bias for those of out and lse."""
@@ -264,8 +270,8 @@ class TensorHead:
             if i[-1] == self.queries.order[self.queries.starts[p + 1] - 1]:
                 sums[p, :, -1:] -= (sums[p, :, :-1] * value).sum(-1, keepdim=True)
         log = torch.where(self.queries.occupied, -self.at_nodes.log, -math.inf)
-        skip, flat = self.skip + math.log(len(self.q)), [x == 0 for x in self.at.t_most]
-        tables = core(sums, log, self.layout.query, self.layout.key, skip, flat)
+        skip = self.skip + math.log(len(self.q))
+        tables = core(sums, log, self.layout.query, self.layout.key, skip, self.flat_query)
         grad_s, grad_v = torch.zeros_like(self.at.s), torch.zeros_like(self.v)
         grad_bias = torch.zeros_like(self.at.bias)
         for p, j, weight in self.keys.tiles():
@@ -278,11 +284,183 @@ class TensorHead:
             pull = torch.einsum("nd,nrd->nr", self.v[j] - here, found[..., :-1]) + found[..., -1]
             grad_v[j], grad_bias[j] = found[:, 0, :-1], pull[:, 0]
             grad_s[j] = pull[:, 1:] + pull[:, :1] * self.at.t_middle
+        return self.out_of_frame(h, grad_t, grad_s, grad_v, grad_bias)
+
+    def out_of_frame(
+        self, h: Tensor, grad_t: Tensor, grad_s: Tensor, grad_v: Tensor, grad_bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of what the caller has from those in the frame."""
         grad_q, grad_k = grad_t @ self.at.inverse.T, grad_s @ self.at.matrix
         if self.gaussian:
             grad_q, grad_k = grad_q - h * self.q, grad_k - grad_bias[:, None] * self.k
             grad_k = grad_k * self.factor
         return grad_q * self.factor, grad_k, grad_v, grad_bias
+
+    def add_offsets(self, lse: Tensor) -> Tensor:
+        """lse of the caller's queries from log Z in the frame."""
+        lse = lse + (self.at.t + self.at.t_middle) @ self.at.s_middle
+        return lse - 0.5 * self.q.square().sum(1) if self.gaussian else lse
+
+
+class RunningSums:
+    """Sums over tokens at the nodes of one side, in units exp(log) of every panel."""
+
+    def __init__(self, axes: tuple[Axis, ...], columns: int, like: Tensor) -> None:
+        self.axes, self.count = axes, 0
+        panels, nodes = math.prod(axis.panels for axis in axes), axes[0].nodes ** len(axes)
+        self.sums = like.new_zeros(panels, nodes, columns)
+        self.log = like.new_full((panels,), -math.inf)
+
+    def add(self, x: Tensor, bias: Tensor, columns: Tensor, log: Tensor | None = None) -> None:
+        """log: the units, if they are known; else they are raised to the largest bias."""
+        tokens = TensorTokens(self.axes, x)
+        if log is None:
+            log = self.log.scatter_reduce(0, tokens.panel, bias, "amax")
+            self.sums *= torch.where(log > self.log, (self.log - log).exp(), 1.0)[:, None, None]
+        self.log = log
+        self.count += len(x)
+        for p, j, weight in tokens.tiles():
+            self.sums[p] += weight.T @ (columns[j] * (bias[j] - log[p]).exp()[:, None])
+
+
+class SummedTensorHead(TensorHead):
+    """A head whose keys, and in backward rows, are summed in parts that are not all at hand."""
+
+    centre: Tensor  # [dv]: values are measured from here
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """(v - centre, 1) of every key."""
+        return torch.cat([self.v - self.centre, torch.ones_like(self.v[:, :1])], 1)
+
+    def key_sums(self) -> RunningSums:
+        return RunningSums(self.layout.key, self.dv + 1, self.v)
+
+    def row_sums(self) -> RunningSums:
+        return RunningSums(self.layout.query, self.dv + 1, self.v)
+
+    def over_keys(self, sums: RunningSums) -> Tables:
+        """N and Z at the query nodes, and their slopes."""
+        skip, axes = self.skip + math.log(sums.count), self.layout
+        return core(sums.sums, sums.log, axes.key, axes.query, skip, self.flat_key)
+
+    def over_rows(self, sums: RunningSums) -> Tables:
+        """The same at the key nodes, for what gradients of keys take from rows."""
+        skip, axes = self.skip + math.log(sums.count), self.layout
+        return core(sums.sums, sums.log, axes.query, axes.key, skip, self.flat_query)
+
+    def read(self, tables: Tables, axes: tuple[Axis, ...], x: Tensor) -> tuple[Tensor, Tensor]:
+        """Tables at tokens x: [tokens, 1 + rank, columns] in units exp(log [tokens])."""
+        tokens = TensorTokens(axes, x)
+        found = x.new_empty(len(x), *tables.table.shape[2:])
+        for p, i, weight in tokens.tiles():
+            found[i] = (weight @ tables.table[p].flatten(1)).unflatten(1, tables.table.shape[2:])
+        return found, tables.log[tokens.panel]
+
+    def asked(self, g: Tensor, h: Tensor, out: Tensor) -> Tensor:
+        """What goes with (v - centre, 1) of a key in the gradient of its logit: [n_q, dv + 1].
+
+        out is measured from the centre, too.
+        """
+        return torch.cat([g, h - dot(g, out)], 1)
+
+    def pulled_rows(self, tables: Tables, rows: slice, asked: Tensor, log_z: Tensor) -> Tensor:
+        """The gradients of some queries, as far as these keys contribute."""
+        found, log = self.read(tables, self.layout.query, self.at.t[rows])
+        found = found[:, 1:] * (log - log_z[rows]).exp()[:, None, None]
+        return torch.einsum("nc,nrc->nr", asked[rows], found)
+
+    def pulled_keys(self, tables: Tables, keys: slice) -> tuple[Tensor, Tensor]:
+        """(those of some values [n, dv], of biases and keys [n, 1 + rank]) by these rows."""
+        found, log = self.read(tables, self.layout.key, self.at.s[keys])
+        found = found * (self.at.bias[keys] + log).exp()[:, None, None]
+        return found[:, 0, :-1], torch.einsum("nc,nrc->nr", self.columns[keys], found)
+
+
+class CausalTensorHead(SummedTensorHead):
+    """Rows of a chunk see its keys pair by pair, and earlier ones by sums over all of them."""
+
+    place: Tensor  # of the keys among the rows
+    places: int  # of all keys, hidden ones included
+
+    def chunks(self) -> Iterator[tuple[slice, slice]]:
+        """(rows, keys) of every chunk; rows behind all keys are one chunk."""
+        n_q, size = len(self.q), self.layout.chunk
+        both = min(n_q, self.places)
+        starts = [*range(0, both, size), both]
+        bounds = torch.searchsorted(self.place, torch.tensor(starts, device=self.place.device))
+        for first, end, key, key_end in zip(
+            starts, starts[1:], bounds.tolist(), bounds[1:].tolist(), strict=False
+        ):
+            yield slice(first, end), slice(key, key_end)
+        if n_q > both:
+            yield slice(both, n_q), slice(len(self.k), len(self.k))
+
+    def pairs(self, rows: slice, keys: slice) -> Tensor:
+        """Logits in the frame, -inf for later keys."""
+        logits = self.at.t[rows] @ self.at.s[keys].T + self.at.bias[keys]
+        row = torch.arange(rows.start, rows.stop, device=logits.device)
+        return logits.masked_fill(self.place[keys] > row[:, None], -math.inf)
+
+    @cached_property
+    def results(self) -> tuple[Tensor, Tensor]:
+        """out, measured from the centre, and log Z in the frame."""
+        out, log_z = self.v.new_zeros(len(self.q), self.dv), torch.empty_like(self.q[:, 0])
+        sums = self.key_sums()
+        for rows, keys in self.chunks():
+            logits = self.pairs(rows, keys)
+            top = logits.new_full(logits.shape[:1], -math.inf)
+            if keys.stop > keys.start:
+                top = logits.amax(1)
+            total = self.v.new_zeros(len(logits), self.dv + 1)
+            if sums.count:
+                found, log = self.read(self.over_keys(sums), self.layout.query, self.at.t[rows])
+                top = torch.maximum(top, log)
+                total = found[:, 0] * (log - top).exp()[:, None]
+            alive = top > -math.inf
+            total += (logits - top.masked_fill(~alive, 0.0)[:, None]).exp() @ self.columns[keys]
+            z = total[:, -1]
+            out[rows] = total[:, :-1] / z.masked_fill(~alive, 1.0)[:, None]
+            log_z[rows] = (top + z.log()).masked_fill(~alive, -math.inf)
+            sums.add(self.at.s[keys], self.at.bias[keys], self.columns[keys])
+        return out, log_z
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        out, log_z = self.results
+        alive = (log_z > -math.inf)[:, None]
+        return (out + self.centre).masked_fill(~alive, 0.0), self.add_offsets(log_z)
+
+    def backward(self, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        out, log_z = self.results
+        alive = log_z > -math.inf
+        h = h.masked_fill(~alive[:, None], 0.0)
+        log_z = log_z.masked_fill(~alive, 0.0)
+        asked = self.asked(g, h, out).masked_fill(~alive[:, None], 0.0)
+        grad_t, grad_s = torch.zeros_like(self.at.t), torch.zeros_like(self.at.s)
+        grad_v, grad_bias = torch.zeros_like(self.v), torch.zeros_like(self.at.bias)
+        sums = self.key_sums()
+        for rows, keys in self.chunks():
+            weights = (self.pairs(rows, keys) - log_z[rows, None]).exp()
+            ds = weights * (asked[rows] @ self.columns[keys].T)
+            grad_t[rows] = ds @ self.at.s[keys]
+            grad_s[keys] = ds.T @ self.at.t[rows]
+            grad_bias[keys] = ds.sum(0)
+            grad_v[keys] = weights.T @ asked[rows, :-1]
+            if sums.count:
+                grad_t[rows] += self.pulled_rows(self.over_keys(sums), rows, asked, log_z)
+            sums.add(self.at.s[keys], self.at.bias[keys], self.columns[keys])
+        grad_t += h * self.at.s_middle
+        later = self.row_sums()
+        for rows, keys in reversed(list(self.chunks())):
+            if later.count and keys.stop > keys.start:
+                of_value, pull = self.pulled_keys(self.over_rows(later), keys)
+                grad_v[keys] += of_value
+                grad_bias[keys] += pull[:, 0]
+                grad_s[keys] += pull[:, 1:]
+            some = alive[rows]
+            later.add(self.at.t[rows][some], -log_z[rows][some], asked[rows][some])
+        grad_s += grad_bias[:, None] * self.at.t_middle
+        return self.out_of_frame(h, grad_t, grad_s, grad_v, grad_bias)
 
 
 def served_head(problem: Problem, kept: Tensor) -> TensorHead | None:
@@ -308,9 +486,15 @@ def served_head(problem: Problem, kept: Tensor) -> TensorHead | None:
         return None
     at = find_frame(t, s, bias)
     dtype, dv = problem.query.dtype, v.shape[1]
-    layout = choose_tensor_layout(dtype, at.t_most, at.s_most, len(q) + len(k), dv)
+    places = problem.key.shape[0]
+    rows = min(len(q), places) if problem.is_causal else 0
+    layout = choose_tensor_layout(dtype, at.t_most, at.s_most, len(q) + places, dv, rows)
     if layout is None or layout.cost > LARGEST_COST:
         return None
     if not float(at.bias.abs().amax()) <= LARGEST_PRODUCT:
         return None
-    return TensorHead(problem, kept, at, origin, layout)
+    if not problem.is_causal:
+        return TensorHead(problem, kept, at, origin, layout)
+    head = CausalTensorHead(problem, kept, at, origin, layout)
+    head.place, head.places, head.centre = kept, places, head.v[0]
+    return head

@@ -1,7 +1,8 @@
-"""Rank-1 attention in linear time, in plain torch: forward, backward, double backward.
+"""Attention in linear time, in plain torch: forward, backward, double backward.
 
-Head by head, by the stages in `head`, or by those in `envelope` for heads with a bias per key or
-Gaussian scores. Heads that they do not serve are computed by `direct`.
+Head by head, by the stages in `head`, by those in `envelope` for heads with a bias per key or
+Gaussian scores, or by those in `tensor` for ranks above 1, which may be causal. Heads that they do
+not serve are computed by `direct`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def _heads(problem: Problem) -> Iterator[tuple[tuple[int, ...], Problem, Tensor]
     for index in head_indices(problem):
         one = problem.head(index)
         kept = visible_keys(one)
+        if one.is_causal:
+            kept = kept[kept < one.query.shape[-2]]
         if one.query.shape[-2] > 0 and kept.numel() > 0:
             yield index, one, kept
 

@@ -44,7 +44,45 @@ def step_of_keys(n: float) -> float:
     return next((most for most in MOST_KEYS if n <= most), n) if n > 0 else 0
 
 
-LEVEL = SharedRange._fields.index("level")
+LEVEL = -1  # the last entry of a range
+
+
+class TensorRange(NamedTuple):
+    """The same of a head of rank 2 to 4, by axis; as a row one number after the other."""
+
+    t_min: list[float]
+    t_max: list[float]
+    s_min: list[float]
+    s_max: list[float]
+    keys: float
+    tokens: float  # that the cost of a layout is weighed by
+    level: float
+
+    @classmethod
+    def of(cls, row: list[float]) -> TensorRange:
+        rank = (len(row) - 3) // 4
+        return cls(*(row[rank * k : rank * (k + 1)] for k in range(4)), *row[4 * rank :])
+
+    @property
+    def row(self) -> list[float]:
+        return [*self.t_min, *self.t_max, *self.s_min, *self.s_max, *self[4:]]
+
+    @property
+    def t_middle(self) -> list[float]:
+        return [0.5 * (a + b) for a, b in zip(self.t_min, self.t_max, strict=True)]
+
+    @property
+    def s_middle(self) -> list[float]:
+        return [0.5 * (a + b) for a, b in zip(self.s_min, self.s_max, strict=True)]
+
+    @property
+    def t_most(self) -> list[float]:
+        """The largest distance from the middle."""
+        return [0.5 * (b - a) for a, b in zip(self.t_min, self.t_max, strict=True)]
+
+    @property
+    def s_most(self) -> list[float]:
+        return [0.5 * (b - a) for a, b in zip(self.s_min, self.s_max, strict=True)]
 
 
 class Stages(NamedTuple):
