@@ -512,7 +512,7 @@ def test_explain_tells_what_is_sent(results: list[dict[str, Any]]) -> None:
         assert whole == moments
         assert moments.startswith("exchange moments, 2 processes, 1 head, backend cpu")
         assert too_large.startswith("exchange gather (the transform does not serve these logits)")
-        assert rank_3.startswith("exchange gather (asked for)")
+        assert rank_3.startswith("exchange moments, 2 processes, 1 head, backend reference")
 
 
 def test_sharded_tensors(results: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from biased import Biased, oracle
 from torch import Tensor
 
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-10, torch.bfloat16: 4 * 2**-8}
-BOUNDS = {2: (3.0, 1.5), 3: (1.5, 1.0, 0.5), 4: (0.2, 0.2, 0.2, 0.2)}
+BOUNDS = {2: (3.0, 1.5), 3: (1.5, 1.0, 0.5), 4: (0.1875, 0.1875, 0.1875, 0.1875)}
 
 
 def _tokens(kind: str, n: int, rank: int) -> Tensor:

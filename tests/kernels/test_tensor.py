@@ -133,6 +133,8 @@ def _call(case: Case, dtype: torch.dtype, dv: int = 5) -> tuple[Biased, Tensor, 
     q, k = TOKENS[case.queries](case.n_q, case.rank), TOKENS[case.keys](case.n_k, case.rank)
 
     def spread(x: Tensor) -> float:
+        if len(x) == 0:
+            return 1.0
         return max(float((x.amax(0) - x.amin(0)).max()), 1e-3 * float(x.abs().max()), 1e-9)
 
     if case.score == "gaussian":  # B is the square of the range in bandwidths, over 2
