@@ -32,7 +32,7 @@ from boltzattn.transform.tensor import shared_layout
 
 
 class _Shared(NamedTuple):
-    index: tuple[int, ...]
+    place: tuple[int, ...]  # among the heads
     kept: Tensor | None
     head: _SharedHead | None  # none where no process has queries or keys
     over_keys: int  # how many sums it shares
@@ -162,7 +162,7 @@ def evaluate(problem: Problem, ranges: Tensor, moments: Tensor) -> tuple[Tensor,
     lse = query.new_full(query.shape[:-1], -math.inf, dtype=torch.float64)
     for shared, head, tables in _with_tables(problem, ranges, moments):
         found, log_z = head.results(tables)
-        out[shared.index], lse[shared.index] = found.to(out.dtype), head.add_offsets(log_z)
+        out[shared.place], lse[shared.place] = found.to(out.dtype), head.add_offsets(log_z)
     return out, lse, torch.ones(len(ranges), dtype=torch.bool, device="cpu")
 
 
@@ -173,11 +173,11 @@ def query_moments(
     parts, every = [], slice(None)
     grad_query = torch.zeros_like(problem.query, memory_format=torch.contiguous_format)
     for shared, head, tables in _with_tables(problem, ranges, moments):
-        g, h = gradient_columns(head_gradients(grads, shared.index))
+        g, h = gradient_columns(head_gradients(grads, shared.place))
         out, log_z = head.results(tables)
         asked = head.asked(g, h, out)
         grad_t = head.pulled_rows(tables, every, asked, log_z) + h * head.at.s_middle
-        grad_query[shared.index] = (grad_t * problem.scale).to(grad_query.dtype)
+        grad_query[shared.place] = (grad_t * problem.scale).to(grad_query.dtype)
         sums = head.row_sums()
         sums.add(head.at.t, -log_z, asked, -tables.log)
         parts.append(sums.sums.flatten())
@@ -199,8 +199,8 @@ def adjoint(
         sums = head.everybodys(numbers, -tables.log, head.row_sums())
         of_value, pull = head.pulled_keys(head.over_rows(sums), slice(None))
         grad_s = pull[:, 1:] + pull[:, :1] * head.at.t_middle
-        grad_key[shared.index][shared.kept] = grad_s.to(grad_key.dtype)
-        grad_value[shared.index][shared.kept] = of_value.to(grad_value.dtype)
+        grad_key[shared.place][shared.kept] = grad_s.to(grad_key.dtype)
+        grad_value[shared.place][shared.kept] = of_value.to(grad_value.dtype)
     return grad_key, grad_value
 
 

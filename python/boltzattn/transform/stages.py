@@ -61,7 +61,8 @@ class TensorRange(NamedTuple):
     @classmethod
     def of(cls, row: list[float]) -> TensorRange:
         rank = (len(row) - 3) // 4
-        return cls(*(row[rank * k : rank * (k + 1)] for k in range(4)), *row[4 * rank :])
+        t_min, t_max, s_min, s_max = (row[rank * k : rank * (k + 1)] for k in range(4))
+        return cls(t_min, t_max, s_min, s_max, *row[4 * rank :])
 
     @property
     def row(self) -> list[float]:
