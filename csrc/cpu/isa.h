@@ -32,8 +32,9 @@ struct TransformReport {
   double query_panels, query_nodes, key_panels, key_nodes;
   // Of ranks 2 to 4, by axis: the largest difference of logits, and panels; then tokens that are
   // computed pair by pair, estimated nanoseconds on one thread, and rows of a chunk if causal.
-  double axis_product[kMostAxes], axis_query_panels[kMostAxes], axis_key_panels[kMostAxes];
-  double apart_queries, apart_keys, cost, direct_cost, chunk;
+  double axis_product[kMostAxes] = {}, axis_query_panels[kMostAxes] = {},
+         axis_key_panels[kMostAxes] = {};
+  double apart_queries = 0, apart_keys = 0, cost = 0, direct_cost = 0, chunk = 0;
 };
 
 struct Kernels {
