@@ -247,7 +247,7 @@ def test_few_tokens_take_one_kernel():
     assert way(16, 64, rank=3, is_causal=True, adds_mask=True, projects_out=False) == "small"
     assert way(64, 512, batch=8) == "small"
     assert way(16, 512) == "first"  # packing its weights would take longer than its products
-    assert way(4000, 64, rank=3, is_causal=True) == "small"
+    assert way(4000, 64, rank=5, is_causal=True) == "small"
     assert way(16, 64, ("auto", "reference")) == "first"
     assert way(16, 64, ("transform", "auto")) != "small"
     assert way(16, 64, batch=0) == "first"
