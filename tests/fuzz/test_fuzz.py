@@ -54,6 +54,17 @@ FOUND = {
         temperature=816.0,
         isa="portable",
     ),
+    "the inverse of the extent of denormal keys overflowed at rank 2": Case(
+        seed=9001211,
+        method="transform",
+        backend="reference",
+        dtype="fp64",
+        n_k=2,
+        rank=2,
+        family="denormal",
+        temperature=10.0,
+        digits=1,
+    ),
     "a scan counted keys that no row sees": Case(
         seed=3000253,
         method="transform",

@@ -26,7 +26,7 @@ from boltzattn.problem import Problem
 from boltzattn.reference.head import TOKENS_PER_TILE, dot
 from boltzattn.transform.layout import Axis, lagrange_weights
 from boltzattn.transform.tensor import SKIP, TensorLayout, choose_tensor_layout
-from boltzattn.transform.tolerances import LARGEST_PRODUCT, LARGEST_SUM
+from boltzattn.transform.tolerances import LARGEST_PRODUCT, LARGEST_SUM, LEAST_EXTENT
 
 LARGEST_COST = 3e8  # nanoseconds of C++; a layout beyond is left to `direct`
 
@@ -485,6 +485,8 @@ def served_head(problem: Problem, kept: Tensor) -> TensorHead | None:
     if not (bool(t.isfinite().all()) and bool(s.isfinite().all())):
         return None
     at = find_frame(t, s, bias)
+    if any(0.0 < most < LEAST_EXTENT for most in (*at.t_most, *at.s_most)):
+        return None
     dtype, dv = problem.query.dtype, v.shape[1]
     places = problem.key.shape[0]
     rows = min(len(q), places) if problem.is_causal else 0
