@@ -2,7 +2,7 @@
 
 The built-in ones come from other CPUs. Measured ones are written into the user's cache directory
 and used by every later process, until another version of boltzattn or another processor makes
-them void; `boltzattn info` says which are in use. Takes about a minute on a quiet machine: other
+them void; `boltzattn info` says which are in use. Takes a few seconds on a quiet machine: other
 work beside it makes the result worse. Only calls on the CPU are concerned, and only in which method
 they take: a result may differ by rounding from that of the other method.
 """

@@ -540,7 +540,7 @@ PAGE = runpy.run_path(str(DOCS / "experiments_page.py"))
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_runs_are_what_the_experiment_measures_and_judges(name: str, seed: int) -> None:
     if not PAGE["path_of"](name, seed).exists():
-        pytest.skip("not run")
+        pytest.skip(f"no saved run of {name} with seed {seed}")
     saved, experiment = PAGE["saved"](name, seed), EXPERIMENTS[name]
     assert (saved.size, saved.seed, saved.question) == ("quick", seed, experiment.question)
     assert [case for case in experiment.cases["quick"] if not select(saved.rows, **case)] == []
